@@ -3,9 +3,7 @@
 """Compiles programs that a run will need soon, in the background while steps run.
 
 A thread compiles them from shapes alone and leaves them in JAX's persistent compilation cache
-(`launch.start.start_jax`), where the run's own call finds them. No array is touched. Of several
-processes the first alone writes there; in the others JAX finds a round's program again in memory,
-beside the engine's jitted function.
+(`launch.start.start_jax`), or beside the engine's jitted function, where the run's call finds them.
 """
 
 import dataclasses
@@ -35,9 +33,7 @@ Lower = Callable[[], Any]
 def wanted_programs(placement: Placement, history: LoadHistory) -> dict[str, Lower]:
     """Returns programs that may be needed soon, most urgent first, by `key_of` their plans.
 
-    That for the last episodes of a rollout, if they would move to another mesh, those of the
-    config's next context bucket, and those of `promising_plans`. Of several processes only those
-    that this one runs alone.
+    Of several processes only those that this one runs alone.
     """
     load, plans, programs = history.recent(), list[tuple[Plan, int]](), dict[str, Lower]()
     if (tail := placement.sessions.tail_plan(load)) is not None:
@@ -54,10 +50,7 @@ def wanted_programs(placement: Placement, history: LoadHistory) -> dict[str, Low
 
 
 def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:
-    """Returns plans that never ran and would be chosen if their programs were there.
-
-    With their context buckets.
-    """
+    """Returns plans, and context buckets, that would be chosen if their programs were there."""
     step, observations = placement.step_of(placement.max_tokens, load), placement.observations
     if placement.may_try is None or not observations.is_fed or step.lasts < WINDOW:
         return []
@@ -68,10 +61,7 @@ def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan,
 
 
 def _next_bucket(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:
-    """Returns the plans that longer contexts would have, the trainer's first.
-
-    Training batches have the tokens of `load` still.
-    """
+    """Returns the plans that longer contexts would have, the trainer's first."""
     rollout = placement.stages.rollout
     bucket = rollout.max_tokens_for(placement.max_tokens + 1)
     if bucket > min(rollout.context_buckets[-1], rollout.max_episode_tokens):
@@ -111,9 +101,8 @@ def _lowering(placement: Placement, plan: Plan, tokens: int) -> Lower | None:
 def compiles_ahead(table: str, cluster: Cluster) -> bool:
     """Returns True if a run with this config.selector.table compiles ahead.
 
-    On CPUs the compiler would take its cores from the steps. Without observed speeds runs of one
-    seed are to be equal, and the last episodes of a rollout move to a mesh whose program is there:
-    when a thread is done with it is not the same in all runs.
+    On CPUs the compiler would take its cores from the steps. Without observed speeds equal seeds
+    are equal runs, and when a thread is done is not the same in all of them.
     """
     return table == "auto" and cluster.devices[0].platform != "cpu"
 

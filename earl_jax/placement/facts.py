@@ -1,10 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput tables of runs and plans: the facts that they hold for, opened, and fed.
-
-The facts of a table are all that may change a speed: a run reads its own table only where all of
-them are equal.
-"""
+"""Throughput tables of runs and plans: the facts that they hold for, opened, and fed."""
 
 import dataclasses
 import importlib.metadata

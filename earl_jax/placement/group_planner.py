@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of two groups of hosts of different kinds: `python -m earl_jax.plan --train_topology=...`.
 
-One plays, the other trains, with a link between them. Decoding needs memory bandwidth and training
-operations, so that the cheapest hardware of one is not that of the other; and the two may be in
-different datacenters (StreamRL, arXiv 2504.15930, section 6). New weights cross the link once, and
-spread inside the group that plays. Each stage has the candidates, bytes and speeds of any plan.
+One plays, the other trains, with a link between them (StreamRL, arXiv 2504.15930, section 6). New
+weights cross the link once, and spread inside the group that plays.
 """
 
 import contextlib

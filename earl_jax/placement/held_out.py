@@ -24,8 +24,7 @@ def held_out_loss(
 ) -> dict[str, Any]:
     """Returns the mean cross-entropy of the tokens to learn of all conversations, and their number.
 
-    They are packed as for updates, as many at a time, in shapes that depend on the file and the
-    plan in use alone. All processes call it; those that do not train are told.
+    They are packed as for updates. All processes call it; those that do not train are told.
 
     Raises BudgetTooSmall where the devices have too little memory.
     """

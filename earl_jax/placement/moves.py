@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves to the plans in use: of the trainer's state, and of a rollout's session with its episodes.
 
-What they do by the time is an event of the run, and comes again in a replay (rollout/events.py).
+What depends on time is an event of the run, and comes again in a replay (rollout/events.py).
 """
 
 import contextlib
@@ -123,9 +123,7 @@ def _to_mesh(placement: "Placement", state: TrainState) -> TrainState:
 class Sessions:
     """Opens and moves sessions for one placement. Host-side state only.
 
-    `played` are the rounds that the run has played, by their keys: elsewhere programs are compiled
-    first. A run that goes on from a checkpoint has those of before, and so moves where it would
-    have moved.
+    `played` are the rounds that the run has played, by their keys, also before a checkpoint.
     """
 
     def __init__(self, stages: "Stages", placement: "Placement") -> None:
@@ -178,8 +176,7 @@ class Sessions:
     def grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
         """Returns a session whose rows hold `tokens` tokens; the live episodes move along.
 
-        The pool stays where it has `pages` pages a row shard, or where the budget holds no larger
-        one beside it. Where the episodes do not fit on their mesh any more they go on elsewhere.
+        The pool stays where it has `pages` pages a row shard, or the budget holds no larger one.
         """
         pool, plan = session.pool, self._placement.rollout
         # The pool is this process's part.
@@ -216,8 +213,7 @@ class Sessions:
     ) -> Session:
         """Returns a session for the last `live` episodes that an engine has of a rollout.
 
-        They go to another mesh if that is earned back (`_tail_of`), which is noted; in a replay
-        where they did then. The next rollout begins where this one began.
+        They go to another mesh if that is earned back (`_tail_of`), or as in the run replayed.
         """
         event, plan = events.coming("tail"), None
         if not events.is_replay:
@@ -261,11 +257,8 @@ class Sessions:
     ) -> RolloutPlan | None:
         """Returns the plan for the last `live` episodes of an engine; None: they stay.
 
-        The longest has `longest` tokens. Rounds of so few are so much faster there that the move is
-        earned back until the longest is as long as episodes are expected to become.
-
-        Processes with an engine each move or stay by themselves. Those that share one all move, or
-        none: they know the same, and go only where they have played.
+        The longest has `longest` tokens. Processes that share an engine know the same, and go only
+        where they have played.
         """
         placement, plan, played = self._placement, self._placement.rollout, self.played
         here = (placement.tail or plan)._replace(pages=session.pool.pages)

@@ -203,10 +203,7 @@ class Placement:
         return self.choose(self.step_of(tokens - growth, shorter), shorter)
 
     def choose(self, step: Step, load: Load | None = None, only: Stage | None = None) -> Decision:
-        """Chooses the plans of both stages, or of `only` one, and takes them into use.
-
-        Where it keeps its slots a rollout is within itself: one process may choose by itself.
-        """
+        """Chooses the plans of both stages, or of `only` one, and takes them into use."""
         before, decision = self.plans, self._settled(step, load, only)
         rollout, train = decision.plans
         switched = any(choice.switched for choice in decision.choices)
@@ -228,12 +225,10 @@ class Placement:
         return decision
 
     def choose_split(self, tokens: int, load: Load | None) -> bool:
-        """Chooses plans of both stages, with the split of the devices, for live episodes.
+        """Chooses plans of both stages between two steps, for live episodes in their slots.
 
-        Between two steps: they keep their slots, and all processes choose alike. Returns True where
-        a stage is to move; its plans are in use then. Else nothing changes: as where nothing else
-        fits, or plans would be left again within a window of steps for longer contexts or the run's
-        end.
+        Returns True where a stage is to move; its plans are in use then. Else nothing changes: as
+        where nothing else fits, or plans would be left again within a window of steps.
         """
         step = self.step_of(max(tokens, self.max_tokens), load)
         if step.lasts < WINDOW and not step.is_new:
@@ -281,11 +276,7 @@ class Placement:
         return max(1, min(horizon, math.ceil(left / load.growth_tokens)))
 
     def choose_training(self, load: Load | None = None) -> Decision:
-        """Chooses a plan for rows as long as the longest of recent steps.
-
-        Not of the batch at hand: where the longest episode comes and goes, the mesh must not.
-        Without `load`, after a failure, rows are as before.
-        """
+        """Chooses a plan for rows as long as the longest of recent steps; no `load`: as before."""
         length = self.length
         if load is not None:
             length = self._length_for(load.context_tokens_max)
@@ -307,8 +298,7 @@ class Placement:
     def _settled(self, step: Step, load: Load | None, only: Stage | None) -> Decision:
         """Chooses until the chosen programs are known to fit; those in doubt are compiled.
 
-        A stage needs one compilation, or two where the first turns out too large. Then plans are
-        chosen that surely fit, and others are compiled only where none does. Of several processes
+        After COMPILED_AT_MOST rounds plans are chosen that surely fit, if any. Of several processes
         none compiles within a rollout, because the others would not know its bytes.
         """
 
@@ -376,8 +366,7 @@ class Placement:
 
         The size of the stage's plan is remembered then (`fail`). Choose again, and repeat the work
         from its inputs, which it must not have given up. A rollout that outgrew its plan, where
-        none is left for its live episodes, is repeated too: from the start there may be one, with
-        fewer slots.
+        none is left for its live episodes, is repeated too.
 
         Args:
             stage: the stage whose plan is in use; None: nothing is remembered.
@@ -385,9 +374,8 @@ class Placement:
             length: the context bucket that is trained on, if not the chosen one.
             plan: the plan of an update with no larger micro-batches than the one in use.
             live: the work is that of one process within a rollout. Of several processes it raises
-                the error, tells the others at the rollout's end, and all play again alike; but
-                where nothing is remembered, and no other is in a program with it, it stays as it
-                was.
+                the error, unless nothing is remembered and no other is in a program with it; the
+                others are told at the rollout's end.
 
         Raises:
             BudgetTooSmall: no plan is left.
@@ -434,10 +422,9 @@ class Placement:
         in_move: bool = False,
         live: bool = False,
     ) -> None:
-        """Remembers that a stage's plan ran out of memory; `length` and `plan` as in `attempt`.
+        """Remembers that a stage's plan ran out of memory; the arguments are those of `attempt`.
 
-        For later runs too, unless it did so `in_move`: in a move to the plan, of `live` episodes
-        for their rollout only.
+        `in_move` and `live` are as of `Observations.add_failure`.
         """
         how = {"in_move": in_move, "live": live or self.beside_live}
         if stage == "rollout":
@@ -453,8 +440,8 @@ class Placement:
     def shortage(self, error: Exception) -> Shortage | None:
         """Returns what the other processes must know of a rollout that ended with this error.
 
-        None for an error that is no shortage, and in a run of one process; and of processes that
-        play together, one of which ran out of memory: the others are in a program with it.
+        None for an error that is no shortage, in a run of one process, and for a lack of memory of
+        processes that play together.
         """
         failed, processes = is_out_of_memory(error), self.stages.cluster
         if processes.count == 1 or not (failed or isinstance(error, BudgetTooSmall)):

@@ -1,10 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of a run for hardware that is not here: the work of `python -m earl_jax.plan`.
-
-In exact mode XLA's compilers of chips that need not be here say the bytes of the programs that a
-run compiles (`Learner.lower`, `Engine.lower_play`), lowered from shapes alone.
-"""
+"""Plans of a run for hardware that is not here: the work of `python -m earl_jax.plan`."""
 
 import argparse
 import dataclasses

@@ -181,9 +181,7 @@ def make_problem(
 ) -> Problem:
     """Returns the selector's problem for a run of this config on such devices.
 
-    A run passes its own devices and processes, the planner those planned for. The optimizer's
-    moments, and layers' inputs, may wait in host memory only where JAX `has_host_memory` beside the
-    devices'.
+    `has_host_memory`: JAX can place arrays in host memory beside the devices'.
 
     Raises ValueError for settings and adapters that this model cannot have, where the split of the
     devices is to be chosen and there is none, and for config.train.remat "offload" without such

@@ -30,9 +30,8 @@ class Stages:
     """Rollout and training of a run, and the problem of placing them.
 
     `feeds_table`: real steps feed the throughput table. A move under way holds `chunk_bytes` of a
-    device; None: all of it at once. The conversations that supervised updates learn from whole have
-    up to `example_tokens` tokens, those that are held out `held_out_tokens`; 0: there are none.
-    In `rollout` the limit of an episode is the model's too.
+    device; None: all of it at once. Conversations to learn from have up to `example_tokens` tokens,
+    those that are held out `held_out_tokens`; 0: there are none.
     """
 
     problem: Problem
@@ -104,10 +103,7 @@ def lower_update(stages: Stages, plan: TrainPlan, length: int, shape: Shape | No
 
 
 def compiled_bytes(stages: Stages, plan: Plan, tokens: int) -> int | None:
-    """Compiles a plan's program; returns its bytes per device, None where memory was short for it.
-
-    Of several processes those compile that run it; all get the largest number.
-    """
+    """Compiles a plan's program; returns its bytes per device to all, None if too many."""
     processes, own = stages.cluster, 0
 
     def compiled() -> int:

@@ -42,14 +42,12 @@ class Candidate(NamedTuple, Generic[P]):
     """A plan at a context bucket of `tokens`, with its bytes per device and its speed.
 
     `num_bytes` are those of its own program, XLA's if `is_exact`; of computed ones `margin` more
-    must be free. `wanted_bytes` are those of a rollout with pages for all tokens that are expected;
-    it may have fewer, or more. The speed was observed `num_speeds` times at this context bucket, or
-    is computed; with `is_trial` it is the most that the model's error allows. `failed` is how the
-    plan ran out of memory before, "" where it did not.
+    must be free. `wanted_bytes` are those of a rollout with pages for all tokens that are expected.
+    The speed was observed `num_speeds` times at this bucket, or is computed; with `is_trial` it is
+    the most that the model's error allows. `failed` says how the plan ran out of memory before.
 
-    The last four are those of a chosen plan, whose `num_bytes` are all that a device holds: the
-    `stage`, "tail" for the last episodes of a rollout; the seconds that it is expected to take;
-    True where it leaves the mesh in use; and why it was chosen.
+    The last four are those of a chosen plan, whose `num_bytes` are all that a device holds; its
+    `stage` is "tail" for the last episodes of a rollout.
     """
 
     plan: P
@@ -105,10 +103,9 @@ class Candidates:
     ) -> list[Candidate[TrainPlan]]:
         """Returns the plans for rows of so many tokens that fit into `free` bytes of a device.
 
-        Of a mesh's plans with the fewest micro-batches that fit, by each remat policy, that is
-        the fastest one; more are slower. With inputs in host memory it has the most that are as
-        fast, which hold least there. The plan in use is there too, and where a rollout must fit
-        beside an update all that fit.
+        Of each mesh it is the fastest of those with the fewest micro-batches that fit, by each
+        remat policy; with inputs in host memory the one with the most that is as fast. The plan in
+        use is there too, and where a rollout must fit beside an update all that fit.
         """
         found, stays = [], self.problem.rollout_stays
         every = self.problem.train_plans(length)
@@ -148,11 +145,7 @@ class Candidates:
         return footprint.total, False
 
     def resident_bytes(self, plan: TrainPlan, offload: bool, length: int) -> int:
-        """Returns the bytes beside which a rollout must fit.
-
-        They are the trainer's state; where the rollout stays on the devices during an update, all
-        that the update takes.
-        """
+        """Returns the bytes beside which a rollout must fit: the trainer's state, or its update."""
         if not self.problem.rollout_stays:
             return self.problem.trainer_bytes(plan.mesh, offload)
         num_bytes, is_exact = self.update_bytes(plan, length)
@@ -172,9 +165,8 @@ class Candidates:
         """Returns one plan of each mesh for a rollout in `free` bytes of a device.
 
         It has the most slots that fit, or as many as given, and all pages that fit then; the fewest
-        of both where nothing does. Fewer pages than hold `cache_tokens` make it slower. Where on
-        all meshes that fit pages are gathered, for slots too whose episodes wait for some, it has
-        the slots that are fastest.
+        of both where nothing does. Where all meshes that fit gather pages, for waiting episodes
+        too, it has the slots that are fastest.
         """
         problem, found = self.problem, list[Candidate[RolloutPlan]]()
 
@@ -205,10 +197,9 @@ class Candidates:
         """Returns one plan of each mesh by which the episodes of the plan `live` can go on.
 
         On their mesh the pool stays, also where computed bytes are too many by no more than what
-        they may be off (ERROR). It grows where a larger one fits beside it: where it holds fewer
-        than `cache_tokens`, or if it need not grow again. On another mesh a pool must fit beside
-        theirs, their weights, and a copy of their pages
-        (`relocate` in engine/relocation.py).
+        they may be off (ERROR). It grows beside the old one if it holds fewer than `cache_tokens`,
+        or need not grow again. On another mesh a pool must fit beside theirs, their weights, and a
+        copy of their pages (engine/relocation.py).
         """
         problem, least, found = self.problem, self.problem.least_pages(max_tokens), []
         pool = live.pages * problem.page_bytes(live.mesh)
@@ -231,19 +222,13 @@ class Candidates:
         return found
 
     def round_bytes(self, plan: RolloutPlan, max_tokens: int) -> tuple[int, bool]:
-        """Returns bytes per device of a rollout by itself, and True if they are XLA's.
-
-        A program's bytes but for its pages are the same with any number of pages.
-        """
+        """Returns bytes per device of a rollout by itself, and True if they are XLA's."""
         bare, _, page_bytes = self._bare(plan.mesh, plan.num_slots, max_tokens)
         return bare.num_bytes + plan.pages * page_bytes, bare.is_exact
 
     @functools.cached_property
     def _bare(self) -> "Callable[[MeshShape, int, int], tuple[Candidate[RolloutPlan], float, int]]":
-        """Returns a rollout without pages, with all slots at work, and its computed tokens/s.
-
-        And the bytes of a page. Each is computed once.
-        """
+        """Returns a rollout without pages, its computed tokens/s, and the bytes of a page, once."""
 
         def bare(
             mesh: MeshShape, num_slots: int, max_tokens: int
@@ -302,10 +287,7 @@ class Candidates:
         )
 
     def _wanted(self, plan: RolloutPlan, least: int, cache_tokens: int | None) -> int:
-        """Returns the pages of a row shard for so many tokens of all, at least one episode's.
-
-        That is `least`. None: all slots' episodes at their longest, which is the most.
-        """
+        """Returns the pages of a row shard for so many tokens, None: for the longest episodes."""
         num_slots, data = plan.num_slots, plan.mesh.data
         dense = num_slots // data * least
         if cache_tokens is None:
@@ -318,9 +300,8 @@ class Candidates:
     def in_use(self, plan: Plan, tokens: int, *, least: bool) -> Candidate | None:
         """Returns the candidate of a plan in use; None where its mesh is no candidate.
 
-        A rollout has no pages. With `least` the mesh is used in the way that takes the fewest
-        bytes: a rollout with the fewest slots, an update without layers' inputs in host memory
-        where they are not there.
+        With `least` the mesh is used in the way that takes the fewest bytes; layers' inputs go to
+        host memory only where they are there already.
         """
         if plan.mesh not in self.problem.meshes(plan.stage, tokens):
             return None
@@ -397,11 +378,7 @@ class Candidates:
         return self.problem.round_speed(*sizes, self._appended)
 
     def _computed(self, plan: Plan, tokens: int) -> float | None:
-        """Returns a plan's tokens/s by the speed model; None for one that cannot be.
-
-        Its mesh is one of the problem's, or of one with another split of the devices. Training is
-        that of packed rows.
-        """
+        """Returns a plan's tokens/s by the speed model; None for one that cannot be."""
         if isinstance(plan, RolloutPlan):
             return None if plan.num_slots % plan.mesh.data else self._full(plan, tokens)
         if self.problem.work.num_rows % plan.micro_batches:
@@ -410,11 +387,7 @@ class Candidates:
         return self.problem.update_speed(plan, tokens, rows)
 
     def _expected(self, plan: Plan, tokens: int, computed: float) -> tuple[float, bool]:
-        """Returns a plan's tokens/s by those `computed`, and True for those of a trial.
-
-        A mesh that never ran counts as slower than computed by the model's error, and as faster by
-        it while it may be tried.
-        """
+        """Returns a plan's tokens/s by those `computed`, and True for those of a trial."""
         factors, entry = self._factors[plan.stage], self.entry(plan, tokens)
         if not factors:
             return computed, False
@@ -449,12 +422,11 @@ class Candidates:
 
     @functools.cached_property
     def _factors(self) -> dict[str, dict[Any, float]]:
-        """Observed by computed speeds, by stage, and mesh or mesh and context bucket.
+        """Observed by computed speeds, by stage, and mesh, or mesh and context bucket, or None.
 
         Each is the median of the trusted ones, or of all where none is; then it counts as no lower
-        than the mesh's at any bucket, or than that of the stage's meshes, which is under None. A
-        busy machine makes a plan look slow, and nothing makes it look fast: of two medians the
-        higher one is taken.
+        than the mesh's at any bucket, or than that of the stage's meshes, which is under None. Of
+        two medians the higher one is taken: a busy machine makes a plan look slow, never fast.
         """
 
         def medians(stage: str, by_bucket: bool) -> dict[Any, tuple[float, bool]]:

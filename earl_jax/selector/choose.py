@@ -2,15 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of plans, one for a rollout and one for training (docs/design/selector.md). Pure.
 
-Of the candidates whose bytes fit the budget and that have not run out of memory before, the pair
-with the fastest step is taken. Both stages are one choice, because a device holds both. The plans
-in use stay while they fit, unless another pair's step is shorter by more than the hysteresis with
-its switch paid for.
-
-Where the split of the devices between the stages is open, both plans are chosen with each split as
-if it were the only one; of the splits that one is taken whose slower stage is the fastest: stages
-on devices apart work at the same time (StreamRL, arXiv 2504.15930, section 4.3), and both wait for
-new weights.
+Of the candidates that fit the pair with the fastest step is taken. The plans in use stay while they
+fit, unless another pair's step is shorter by more than the hysteresis with its switch paid for. Of
+several splits of the devices that one is taken whose slower stage is the fastest (StreamRL, arXiv
+2504.15930, section 4.3).
 """
 
 import dataclasses
@@ -31,8 +26,7 @@ from earl_jax.telemetry.load import WINDOW
 # Of equally fast pairs those that leave this share of the budget are equal in memory too, and the
 # least cut wins.
 AMPLE = 0.5
-# A plan that fits is left only for a step that is shorter by more than this fraction: a speed that
-# differs by less is not worth a move of weights, moments and live episodes.
+# A plan that fits is left only for a step that is shorter by more than this fraction.
 HYSTERESIS = 0.1
 # A switch has to pay for itself over at most so many steps.
 HORIZON_STEPS = 20
@@ -86,9 +80,9 @@ def full_step(problem: Problem, context: int) -> Step:
 class Decision(NamedTuple):
     """The plans chosen for a step, or a pair that may be; None for a stage that is not asked for.
 
-    A step takes `seconds`, and `cost_s` with its part of the switch, spread over the steps that the
-    choice lasts. The rollout is beside `resident` bytes of the trainer. Where the split of the
-    devices was chosen, `splits` are the decisions with all that fit, the chosen one first.
+    A step takes `seconds`, and `cost_s` with its part of the switch. The rollout is beside
+    `resident` bytes of the trainer. `splits` are the decisions with all splits of the devices that
+    fit, the chosen one first.
     """
 
     rollout: Candidate[RolloutPlan] | None
@@ -117,7 +111,7 @@ class Decision(NamedTuple):
     def kept(self, current: Plans) -> int:
         """Returns how much of the plans in use stays: one for a mesh, one more for its use.
 
-        A trainer whose inputs go to host memory for it does not stay. With both stages a rollout
+        A mesh does not stay if layers' inputs go to host memory for it; with both stages a rollout
         is used otherwise if it has fewer slots.
         """
         number = 0
@@ -142,12 +136,8 @@ def choose_plans(
     """Chooses both stages' plans for a step, or those of `only` one beside the other's in use.
 
     Where nothing is played, those of a step are the trainer's alone. An open split of the devices
-    is chosen with both stages' plans, and stays for one stage.
-
-    Plans that fit are left only for a step shorter by more than the hysteresis, and so is what
-    can stay of them where something must go. Both stages' are left only after a window of steps
-    (until then the load is in part other plans'), unless contexts are new or a trial begins or
-    ends; between the stages of a step the trainer's only where contexts are new.
+    is chosen with both stages' plans, and stays for one stage. The plans in use were chosen
+    `calm_steps` ago.
 
     Raises:
         BudgetTooSmall: nothing fits.
@@ -179,11 +169,8 @@ def _with_best_split(
 ) -> Decision:
     """Chooses both stages' plans with the split of the devices, which is `here` now.
 
-    It is left, like plans, only after a window of steps, or where contexts are new, and for steps
-    that are shorter by more than the hysteresis with the move paid for. Of equal ones that is taken
-    whose faster stage is the faster. Nothing is tried in another split, and the run does not wait
-    for the programs of one. Until both stages were observed, splits are compared by the speed model
-    alone.
+    It is left as plans are. Of equal ones that is taken whose faster stage is the faster. Nothing
+    is tried in another split, and the run does not wait for the programs of one.
     """
     found, error, table = list[Decision](), None, candidates.table
     if not (candidates.has_seen("rollout") and candidates.has_seen("train")):
@@ -224,10 +211,8 @@ def _with_best_split(
 def _at_once(candidates: Candidates, decision: Decision, step: Step, here: int | None) -> Decision:
     """Returns the decision with the seconds of a step whose stages work at the same time.
 
-    Both wait for new weights on their way. Live episodes move with their pages to another split
-    than `here`.
-
-    Example: 4 s of rollout, 3 s of training and 1 s of new weights are a step of 5 s.
+    Live episodes move with their pages to another split than `here`. Example: 4 s of rollout, 3 s
+    of training and 1 s of new weights, for which both wait, are a step of 5 s.
     """
     rollout, train, problem = decision.rollout, decision.train, candidates.problem
     assert rollout is not None and train is not None
@@ -297,9 +282,8 @@ def _choose(
 def _may_leave(candidates: Candidates, stays: Decision, pair: Decision, calm_steps: int) -> bool:
     """Returns True if plans that fit may be left now for those of `pair`.
 
-    Before a window of steps a plan may be left when it was observed just often enough to be trusted
-    (it came into use as the first, as a trial, or by the model), or for a trial when it is trusted.
-    The run does not wait for the program of a mesh that never ran.
+    Before a window of steps a plan may be left when it was observed just often enough to be
+    trusted, or for a trial. The run does not wait for the program of a mesh that never ran.
     """
     both = zip(stays.choices, pair.choices, strict=True)
     moved = [(old, new) for old, new in both if old.plan.mesh != new.plan.mesh]
@@ -311,10 +295,7 @@ def _may_leave(candidates: Candidates, stays: Decision, pair: Decision, calm_ste
 
 
 def _best(candidates: Candidates, pairs: Sequence[Decision], current: Plans) -> Decision:
-    """Returns the pair of least cost.
-
-    Of ties that without offload, which keeps most of the plans in use, and leaves most memory.
-    """
+    """Returns the pair of least cost; of ties without offload, with most plans and memory kept."""
     least_s = min(pair.cost_s for pair in pairs)
     ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least_s]
 
@@ -333,8 +314,7 @@ def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[Decision]
     """Returns each training plan that fits with the best rollouts beside it, least cut first.
 
     Those that cannot be the fastest beside any rollout are left out, but for those on the mesh
-    in use. Where not both plans in use fit, one slower by the hysteresis may let the rollout's
-    stay.
+    in use, and for those slower by the hysteresis unless both plans in use fit.
     """
     problem, before = candidates.problem, current.train
     least_s, found = math.inf, list[tuple[int, Decision]]()
@@ -431,8 +411,7 @@ def _rollouts_beside(
 ) -> list[Decision]:
     """Returns a plan of each rollout mesh that fits beside `resident` bytes.
 
-    As a part of a step it takes the seconds of new weights too, and costs those of waiting for its
-    program; `alone` it costs its move.
+    In a step it waits for new weights, and costs its program's wait; `alone` it costs its move.
     """
     problem, pairs = candidates.problem, list[Decision]()
     free = problem.budget - resident
@@ -450,10 +429,7 @@ def _rollouts_beside(
 def _plans(
     candidates: Candidates, step: Step, free: float, offload: bool, current: RolloutPlan | None
 ) -> list[Candidate[RolloutPlan]]:
-    """Returns a plan of each rollout mesh in `free` bytes, for live episodes their moves.
-
-    Those stay inside processes, or across them.
-    """
+    """Returns a plan of each rollout mesh in `free` bytes, for live episodes their moves."""
     sizes = (step.max_tokens, step.cache_tokens, free)
     if current is None or not step.keeps_slots:
         return candidates.rollouts(*sizes, offload=offload)
@@ -463,10 +439,7 @@ def _plans(
 
 
 def _seconds(candidates: Candidates, step: Step, found: Candidate) -> float:
-    """Returns the seconds of a stage: of updates, on padding rows too, or of sampling.
-
-    A rollout samples its tokens in all slots, or in those that are live.
-    """
+    """Returns the seconds of a stage: of updates, on padding rows too, or of sampling."""
     plan, work = found.plan, candidates.problem.work
     if isinstance(plan, TrainPlan):
         rows = candidates.problem.packed_rows(step.length, candidates.train_tokens, plan.mesh)
@@ -489,9 +462,6 @@ def _residents(candidates: Candidates, plan: TrainPlan, length: int) -> list[tup
 
 
 def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:
-    """Returns the seconds a step of waiting for a program, which a plan that ran has already.
-
-    For contexts that are new to a run only programs of runs before are there.
-    """
+    """Returns the seconds a step of waiting for a program, which a plan that ran has already."""
     stays = current is not None and key_of(new.plan, 0) == key_of(current, 0)
     return 0.0 if new.num_speeds or (stays and not step.is_new) else step.compile_s / step.lasts

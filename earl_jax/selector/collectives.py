@@ -74,8 +74,8 @@ def keys_s(
 ) -> float:
     """Returns the seconds of an engine's forward pass over `context`, whose devices share pages.
 
-    Each layer reduces the largest scores, then sums in fp32. Where a chunk is cut, queries, keys
-    and values are gathered before, and the sums scattered.
+    Each layer reduces the largest scores, then sums in fp32; where a chunk is cut, it gathers
+    queries, keys and values before.
     """
     size, apart = mesh.context, stride(mesh, "context")
     heads, result = sizes.model.num_heads // mesh.tensor, sizes.result_size

@@ -11,28 +11,20 @@ from earl_jax.sharding.layout import MeshShape
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectorConfig:
-    """Settings of the choice of meshes.
+    """Settings of the choice of meshes (docs/design/selector.md).
 
     `budget_bytes_per_device` is what a stage may take of each device; 0 takes the device's own
     limit where it reports one, and no limit where it does not (CPU). `rollout_meshes` and
     `train_meshes` name the candidates, as "data=4,tensor=2"; empty means every shape that the
-    devices and the model allow, and for long rows and contexts those too that cut them over
-    `context`.
-
-    Plans that fit are left only for a pair whose step is shorter by more than 10 %, with the switch
-    spread over the steps that it will last (at most 20), and only when they have been in use for 8
-    steps. By the same fraction the last episodes of a rollout move to another mesh.
+    devices and the model allow.
 
     `table` selects the speeds by which plans are chosen. "auto": observed in the steps of this run
     and of earlier ones, kept in the user's cache folder; for a plan that never ran, by the speed
     model, corrected by the plans that did. "model": by the speed model alone, so that a run is the
-    same on every machine and whenever it is repeated. A path: by the throughput table in this file,
-    which is not changed. With "auto", where the devices are not CPUs, a thread compiles the
-    programs of longer contexts, and of meshes that may be faster and never ran, while steps run.
+    same on every machine. A path: by the throughput table in this file, which is not changed.
 
     `offload` "on" lets the optimizer's moments be in host memory during rollouts that need their
-    bytes; "auto" does so on devices with a memory of their own. Each host has those of its devices.
-
+    bytes; "auto" does so on devices with a memory of their own.
     """
 
     budget_bytes_per_device: int = 0

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes per device of resident arrays, of a rollout and of an update, from shapes alone. Pure.
 
-Resident bytes (weights, moments, pages) follow from shapes and placement, and are exact. Those of
-programs are a model of XLA's memory for `engine/slots.py` and `train/step.py`: the arrays that
-exist at once when most do.
+Resident bytes (weights, moments, pages) are exact. Those of programs are a model of XLA's memory
+for `engine/slots.py` and `train/step.py`: the arrays that exist at once when most do.
 """
 
 import dataclasses
@@ -176,8 +175,7 @@ def rollout_footprint(
 def inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     """Returns the numbers of a token inside the gated network, or a mixture's experts.
 
-    A mixture has a token once for each of its experts, in training on each device of the `expert`
-    axis; `experts_cut` is that axis where it has not.
+    In training a mixture has them on each device of the `expert` axis; else `experts_cut` is it.
     """
     inside = 4 * sizes.ffn_size // mesh.tensor
     if not sizes.model.num_experts:
@@ -197,7 +195,7 @@ def train_footprint(
     Always present are the parameters in the compute type, each layer's kept activations, and with
     several micro-batches the sum of gradients in fp32. The phases add: the head's logits and
     gradient; a layer's gathered weights and activations with gradients in the compute type; all
-    gradients in fp32. XLA may keep the activations of the policy and of a critic at once.
+    gradients in fp32.
     """
     weights, _ = trainer_bytes(sizes, mesh)
     numbers, copies, moments, sft_moments = _updated(sizes, mesh)
@@ -255,10 +253,7 @@ def _block_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
 
 
 def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """Returns the numbers of a token's stream: plain, normalised, queries, attention's result.
-
-    And of latent attention keys and values, of which each head has its own.
-    """
+    """Returns the numbers of a token's stream: plain, normalised, queries, attention's result."""
     model = sizes.model
     own = 2 * (model.num_heads // mesh.tensor) * model.head_size if model.latent_size else 0
     return 6 * model.width + 2 * model.num_heads * model.head_size // mesh.tensor + own
@@ -352,9 +347,8 @@ def _head_bytes(
 ) -> int:
     """Returns the larger of two phases: a chunk's logits, or the gradient of the head.
 
-    The first has logits three times, the head and its gradient in the compute type. The second has
-    the head gathered and its gradient in fp32, both also as they are cut, and `embeddings` in the
-    compute type.
+    The second has the head gathered and its gradient in fp32, both also as they are cut, and
+    `embeddings` in the compute type.
     """
     numbers = sizes.model.width * sizes.vocab_size // mesh.tensor
     matrices, parts = 4 * numbers, parts_of("D", mesh)
@@ -368,10 +362,7 @@ def _head_bytes(
 def _scoring_bytes(
     sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int
 ) -> int:
-    """Returns the bytes of a pass of the reference, which may be a larger teacher.
-
-    A layer's matrices and the head, gathered, the logits of a chunk, and a layer's activations.
-    """
+    """Returns the bytes of a pass of the reference, which may be a larger teacher."""
     network = sizes.teacher or sizes
     layers = (p for p in sizes.reference if p.axes[0] == "L")
     layer = sum(device_bytes([p], mesh) // p.shape[0] for p in layers)

@@ -84,13 +84,10 @@ class Hardware:
     `memory_bytes` is a device's memory, of which programs get `usable_fraction`. Collectives within
     `linked` (GPUs), or anywhere in the slice (TPUs), go at `link_bytes_per_s`, others at
     `network_bytes_per_s`; each takes `start_s`, and `hop_s` or `network_hop_s` for every step of
-    the ring. `host_bytes_per_s` of a device go to its host's memory, in one direction. `kernels`
-    say what programs reach of these rates: by default this project's, `IDEAL` for a published
-    engine.
+    the ring. `host_bytes_per_s` go to the host's memory, in one direction.
 
-    Where `shared_cores` is not 0, all devices are threads on so many cores of one processor:
-    `flops_per_s` and `memory_bytes_per_s` are those of a core, of which a device has its share, and
-    a collective takes `hop_s` for each member of its group.
+    Where `shared_cores` is not 0, all devices are threads on so many cores of one processor: rates
+    are those of a core, and a collective takes `hop_s` for each member of its group.
     """
 
     name: str

@@ -17,10 +17,7 @@ _ON_CORE = re.compile(r"Shared memory size limit|memory space (vmem|smem|sflag|c
 
 
 def program_bytes(compiled: Any) -> int:
-    """Returns bytes per device of a compiled program: arguments, results and temporaries.
-
-    Results that reuse a donated argument count once. From XLA's own memory analysis.
-    """
+    """Returns bytes per device of a compiled program, by XLA's own memory analysis."""
     analysis = compiled.memory_analysis()
     return (
         analysis.argument_size_in_bytes
@@ -33,7 +30,7 @@ def program_bytes(compiled: Any) -> int:
 def device_budget(setting: int) -> int | None:
     """Returns the bytes of a device that a stage may use: the setting, else the smallest limit.
 
-    None means no limit: the CPU reports none.
+    None: the devices report no limit, as CPUs.
     """
     if setting:
         return setting
@@ -53,10 +50,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def moving() -> Iterator[None]:
-    """Notes on an error that memory was too short for source and target of a move at once.
-
-    The plan's own program may fit all the same (`is_in_move`).
-    """
+    """Notes on an error that memory was too short for source and target of a move at once."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

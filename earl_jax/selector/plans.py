@@ -90,13 +90,12 @@ class Plans(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A plan that ran out of memory on the devices, and its size.
+    """A plan that ran out of memory on the devices, and its size (`Problem.failure`).
 
     `size` of a rollout is (tokens an episode, tokens that a row shard's pages hold, slots, 1 with
-    the optimizer's moments on the devices); of training (tokens a row, rows at a time, 0 with
-    remat, 1 of all but projections, 2 without, -1 with its inputs in host memory). Last in both is
-    minus the limit of bytes of a device, 0 where none was known, without what a warm start takes of
-    it (`ModelSizes.sft_moments`): with more it may run.
+    the optimizer's moments on the devices); of training (tokens a row, rows at a time, 2 less the
+    remat policy's number). Last in both is minus the limit of bytes of a device, 0 where none was
+    known: with more it may run.
     """
 
     stage: str

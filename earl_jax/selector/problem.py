@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The selector's problem: a model, its work in a step, and the devices. Pure.
 
-A run and the planner make the same record (placement/problem.py). Its methods are arithmetic: the
-meshes that are possible, a plan's bytes per device, and its speed by the speed model.
+A run and the planner make the same record (placement/problem.py).
 """
 
 import dataclasses
@@ -123,10 +122,7 @@ class Problem:
         return max(1, self.num_rollout // each) if self.num_rollout else self.num_processes
 
     def num_parts(self, mesh: MeshShape) -> int:
-        """Returns the number of engines that a rollout mesh is cut in, over its data axis.
-
-        Each process that plays has one, where the axis divides over them; else the mesh spans all.
-        """
+        """Returns the number of engines of a rollout mesh: one a player, or one that spans all."""
         return self.num_players if mesh.data % self.num_players == 0 else 1
 
     def spans(self, mesh: MeshShape) -> bool:
@@ -191,8 +187,7 @@ class Problem:
     def train_plans(self, length: int) -> list[TrainPlan]:
         """Returns the plans for rows of so many tokens, mesh by mesh, on each the config's first.
 
-        The others have more micro-batches, twice as many each time, and remat of more. Those with
-        layers' inputs in host memory are last, if the hosts hold them.
+        Those with layers' inputs in host memory are last, if the hosts hold them.
         """
         work, plans = self.work, list[TrainPlan]()
         remats = REMATS[REMATS.index(work.remat) :]
@@ -206,20 +201,14 @@ class Problem:
         return plans
 
     def _holds_inputs(self, plan: TrainPlan, length: int) -> bool:
-        """Returns True if layers' inputs may be in host memory, and each host's holds them.
-
-        Beside them is a backup of the state while the program is new.
-        """
+        """Returns True if each host's memory may hold layers' inputs, beside a backup."""
         work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
         kept = kept_bytes(self.sizes, work, plan.mesh, length)
         state = sum(trainer_bytes(self.sizes, plan.mesh))
         return self.can_offload_inputs and self.hosts_hold(state + kept)
 
     def hosts_hold(self, num_bytes: int) -> bool:
-        """Returns True if each host's memory holds so many bytes of each of its devices.
-
-        Preempted episodes are beside them.
-        """
+        """Returns True if each host's memory holds so many bytes of each of its devices."""
         devices = min(self.hardware.devices_a_host, self.hardware.num_devices)
         held = devices * num_bytes + self.preempted_bytes
         return held <= self.hardware.host_memory_bytes
@@ -321,8 +310,7 @@ class Problem:
     def packed_rows(self, length: int, tokens: int | None, mesh: MeshShape) -> int:
         """Returns the rows of `length` tokens that episodes of so many in all are packed in.
 
-        Rows are padded to a multiple of the mesh's row shards. `tokens` None: all episodes are as
-        long as a row.
+        There are as many for each row shard. `tokens` None: all episodes are as long as a row.
         """
         most, shards = self.work.num_rows, mesh.data * mesh.fsdp * mesh.expert
         if tokens is None:
@@ -332,11 +320,10 @@ class Problem:
 
     @functools.cache  # noqa: B019
     def update_speed(self, plan: TrainPlan, length: int, rows: int | None = None) -> float:
-        """Returns the tokens/s of updates on `rows` rows of so many tokens.
+        """Returns the tokens/s of updates on `rows` rows of so many tokens, None: all episodes'.
 
-        None: a row for each episode. They go in as many micro-batches as they need of the plan's. A
-        supervised batch beside them counts too, as one of equal size. A step's first update takes
-        the passes before it.
+        They go in as many micro-batches as they need of the plan's. A supervised batch of equal
+        size counts too, and so do the passes before a step's first update.
         """
         rows, most = rows or self.work.num_rows, self.work.num_rows // plan.micro_batches
         batch = dataclasses.replace(
@@ -357,8 +344,7 @@ class Problem:
     ) -> float:
         """Returns the tokens/s that all slots sample, at the end of their context bucket.
 
-        A row shard's KV cache has pages for `rows` of its slots at once: 16 slots with pages for 7
-        run as 7, 7 and 2. For each token `appended` ones are read, as in `Workload`.
+        A row shard has pages for `rows` of its slots: 16 slots with pages for 7 run as 7, 7 and 2.
         """
         work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
         times, left = divmod(num_slots // mesh.data, rows)
@@ -381,8 +367,7 @@ class Problem:
     def publish_s(self, mesh: MeshShape) -> float:
         """Returns the seconds of new weights on their way to a rollout on this mesh.
 
-        They come from the devices that train. Where these are apart and fewer, each sends more than
-        a device receives.
+        Where the devices that train are fewer, each sends more than a device receives.
         """
         senders = self.num_devices("train") or mesh.num_devices
         return self.relocate_s(mesh, 0) * max(1.0, mesh.num_devices / senders)
@@ -430,8 +415,7 @@ def mesh_shapes(
 ) -> list[MeshShape]:
     """Returns all shapes of a stage over all devices, with rows cut in `context` parts.
 
-    A rollout's have the widest data axis first, and no fsdp: a row shard of 4 devices may be
-    tensor=4, expert=2 x tensor=2, or expert=4. Those of training are least cut first.
+    A rollout's have the widest data axis first, and no fsdp. Those of training are least cut first.
     """
     number = num_devices // context
     shapes = [

@@ -30,11 +30,10 @@ def reason_of(
     stays: Candidate | None,
     gain: float,
 ) -> str:
-    """Returns why a plan was chosen.
+    """Returns why a plan was chosen; a device holds `num_bytes` meanwhile.
 
-    A device holds `num_bytes` meanwhile. `stays` is the stage's candidate where as much as can
-    stays of the plans in use, and `gain` the share by which the stage does more a second than so.
-    It is on another mesh than `current` where that one cannot stay.
+    `stays` is the stage's candidate where as much as can stays of the plans in use, and `gain` the
+    share by which the stage does more a second than so.
     """
     plan, tokens, budget = chosen.plan, chosen.tokens, candidates.problem.budget_bytes
     size = f"{'' if chosen.is_exact else 'about '}{bytes_text(num_bytes)}/device"
@@ -75,11 +74,7 @@ def _why_left(candidates: Candidates, plan: Plan, tokens: int, *, least: bool) -
 def step_too_small(
     candidates: Candidates, max_tokens: int, length: int, residents: Sequence[tuple[int, bool]]
 ) -> BudgetTooSmall:
-    """Returns the error where no pair fits.
-
-    `residents` are the bytes that the trainers which fit leave during a rollout, and True for those
-    with their moments in host memory; () where no trainer fits.
-    """
+    """Returns the error where no rollout fits beside one of `residents`; () if no trainer fits."""
 
     def words() -> str:
         if not residents:

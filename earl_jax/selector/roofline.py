@@ -3,11 +3,9 @@
 """Predicts the seconds of a stage from bytes and operations, without the hardware. Pure.
 
 A device computes while it reads its weights, so that of the two the longer counts (a roofline;
-Williams et al., CACM 2009). Element-wise loops, the optimizer and the least time of an operation
-are added, because kernels run one behind another; so are collectives, except those of an update
-that run beside its layers. Peaks are those of the data sheets; which fraction programs reach is
-below, and in `hardware.Kernels` where it depends on the program. No constant is fitted to a speed
-that benchmarks/speeds.md compares with.
+Williams et al., CACM 2009). Element-wise loops, the optimizer, the least time of an operation and
+collectives that nothing hides are added. No constant is fitted to a speed that benchmarks/speeds.md
+compares with.
 """
 
 import dataclasses
@@ -65,10 +63,9 @@ OPS_A_LAYER = 7
 class Seconds:
     """Seconds of an engine's pass or of an update on one device, by kind.
 
-    `products_s` are projections, networks and the head; `attention_s` scores and what they weigh;
-    `memory_s` reads of weights and of the cache, beside the former two; `elementwise_s` norms,
-    gates, rotary embeddings and logits. `beside_s` are collectives that outlast the layers they run
-    beside, `collectives_s` those that nothing runs beside.
+    `memory_s` are reads of weights and of the cache, beside products and attention; `elementwise_s`
+    norms, gates, rotary embeddings and logits; `beside_s` collectives that outlast the layers they
+    run beside, `collectives_s` those that nothing runs beside.
     """
 
     products_s: float
@@ -100,11 +97,9 @@ def decode_s(
 ) -> Seconds:
     """Returns the seconds of an engine's forward pass over `tokens` tokens of each of `rows` rows.
 
-    `attended` of the rows (by default all) have `context` tokens behind them, which are all read,
-    once where a kernel reads pages in place, and without a loop that the host waits for;
-    so are all weights, of a mixture's experts those that some token goes to. Two all-reduces a
-    layer add up what heads and feed-forward networks are cut into. Over `context` the cache is cut,
-    and the tokens of a chunk.
+    `attended` of the rows (by default all) have `context` tokens behind them, which are all read;
+    so are all weights, of a mixture's experts those that some token goes to. Over `context` the
+    cache is cut, and the tokens of a chunk.
     """
     kernels, attended = hardware.kernels, rows if attended is None else attended
     in_place = reads_in_place(hardware, work, mesh)
@@ -138,9 +133,8 @@ def decode_s(
 def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
     """Counts the loop conditions that the host reads in a pass over so many blocks of pages.
 
-    Counted in the program for Qwen2.5 7B on an H100: 449 with 4 blocks, 2,801 with 32. With 0, a
-    kernel that reads pages in place, no layer has a loop, and the decode loop's own condition is
-    left. Where slots truncate (`SlotRules.truncates`) there are two more, which are not counted.
+    Counted in the program for Qwen2.5 7B on an H100: 449 with 4 blocks, 2,801 with 32. A kernel
+    that reads pages in place has no blocks.
     """
     return (sizes.model.num_layers * (3 * blocks + 4) if blocks else 0) + 1
 
@@ -156,8 +150,6 @@ def token_s(
     """Returns the seconds in which each of `rows` live slots of a row shard samples a token.
 
     What is appended for it (`Workload.appended`) takes a share of the passes for a chunk of each.
-    With `Kernels.fixed_rows` programs have rows for all slots. They read for all of them, unless in
-    place.
     """
     in_place, slots = reads_in_place(hardware, work, mesh), rows
     if hardware.kernels.fixed_rows:
@@ -183,11 +175,9 @@ def train_parts(
     """Returns the seconds of one update on rows of `length` tokens, by parts.
 
     `recomputed` is the share of a layer's products and element-wise loops that is computed again
-    backward, by default what the remat policy says: "dots" repeats the loops alone, and attention
-    where its result is not kept. What is gathered and scattered over `fsdp`, `context` and `data`
-    runs beside the layers before and behind, so that it counts where it is longer than they are,
-    and so do keys and values that go round beside attention; what `tensor` and `expert` add up does
-    not. Not `backward` are the seconds of a forward pass with log-probs alone.
+    backward, by default what the remat policy says. What is gathered and scattered over `fsdp`,
+    `context` and `data` runs beside layers, and counts where it is longer than they are; what
+    `tensor` and `expert` add up always counts. Not `backward`: a forward pass with log-probs alone.
     """
     repeated = work.repeats_loops if recomputed is None else recomputed
     recomputed = work.repeats_products if recomputed is None else recomputed
@@ -360,8 +350,8 @@ def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int)
 def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> float:
     """Returns the operations of a token in all layers' projections and networks, on a device.
 
-    Projections to latents are computed alike on each device of the `tensor` axis. Of linear
-    attention the projections count, and not what a state takes, which is a few percent of these.
+    Projections to latents are not cut over `tensor`. The states of linear attention do not count:
+    a few percent of its projections.
     """
     model = sizes.model
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_size

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans of both stages at rising contexts, as values and as text; the smallest hardware. Pure.
 
-At each context `choose_plans` chooses, as in a run that stays there for longer than a window of
-steps; the plans in use carry over to the next. Devices need not be here.
+At each context plans are chosen as in a run that stays there; they carry over to the next.
 """
 
 import dataclasses
@@ -315,10 +314,7 @@ def _row(budget: int, context: Values, stage: str) -> list[str]:
 
 
 def _others_words(budget: int, meshes: Sequence[Values]) -> str:
-    """Returns the next best mesh, and those that do not fit.
-
-    It may be faster than the chosen one, by less of a whole step than ties or the hysteresis.
-    """
+    """Returns the next best mesh, which may be faster by itself, and those that do not fit."""
     words = "no other mesh fits" if meshes[1:] else "there is no other mesh"
     second = next((m for m in meshes[1:] if m["fits"]), None)
     if second:
@@ -338,8 +334,7 @@ def _others_words(budget: int, meshes: Sequence[Values]) -> str:
 def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]]:
     """Returns how many chips of each kind would hold all stages; the problem's kind first.
 
-    Numbers are powers of two up to MOST_DEVICES, in full hosts of the kind where there are several,
-    with a process each. Meshes that the config names do not count.
+    Numbers are powers of two up to MOST_DEVICES, with a process a host.
     """
     own, found = problem.hardware, []
     kinds = {name: hardware_of(make_topology(chip.example)) for name, chip in CHIPS.items()}

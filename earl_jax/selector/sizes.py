@@ -32,12 +32,10 @@ class ModelSizes:
     """The sizes of a decoder: its settings, and its arrays.
 
     `engine` are the rollout's parameters, `trained` those of the policy that are updated (fp32),
-    `moments` the arrays of all optimizers, `sft_moments` those of the supervised updates of a warm
-    start while it lasts, `frozen` the base of adapters, `reference` a frozen copy of the policy or
-    a teacher, `critic` a value network that is updated too, `average` the moving average of
-    `trained` (both fp32). `teacher` are the sizes of a reference that is another model. In `model`
-    a dense one has no layers beside experts, and one expert a token. `compute_bytes` are those of a
-    number in the trainer's products, `engine_bytes` in the engine's and its cache.
+    `moments` those of all optimizers, `sft_moments` of a warm start while it lasts, `frozen` the
+    base of adapters, `average` the moving average of `trained` (fp32). `teacher` are the sizes of a
+    reference that is another model. In `model` a dense one has one expert a token. `compute_bytes`
+    are those of a number in the trainer's products, `engine_bytes` in the engine's and its cache.
     """
 
     model: ModelConfig
@@ -94,20 +92,14 @@ class ModelSizes:
 
     @property
     def linear_products(self) -> int:
-        """The numbers of a token that a layer of linear attention projects.
-
-        Queries, keys, values, gates, and two more for each head of values.
-        """
+        """The numbers of a token that a layer of linear attention projects."""
         model = self.model
         values = model.linear_value_heads * (model.linear_value_size + 1)
         return 2 * (model.linear_key_heads * model.linear_key_size + values)
 
     @property
     def delta_numbers(self) -> int:
-        """The numbers in fp32 of a token in its chunk of the delta rule (delta_rule.py).
-
-        Coarsely: its pairs with CHUNK tokens in four forms, keys, queries and values in three each.
-        """
+        """The numbers in fp32 of a token in its chunk of the delta rule, coarsely."""
         sizes = 2 * self.model.linear_key_size + self.model.linear_value_size
         return self.model.linear_value_heads * (4 * DELTA_CHUNK + 3 * sizes)
 
@@ -187,10 +179,7 @@ class Workload:
         return min(rows, self.append_tokens // tokens), tokens
 
     def spare_rows(self, mesh: MeshShape) -> int:
-        """Returns the rows for episodes of other data shards: one a slot in processes of several.
-
-        There are as many data shards as divide devices, slots and episodes.
-        """
+        """Returns the rows for episodes of other data shards, one a slot, in several processes."""
         devices = self.row_devices or mesh.num_devices
         data_shards = math.gcd(self.num_rows, self.num_slots, devices)
         return self.num_slots if data_shards > self.num_players else 0

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The throughput table: speeds and bytes of plans that ran, and plans that ran out of memory.
 
-A plan's speed at a context bucket is the median of its last ones: one noisy step decides nothing.
 It is kept in the user's cache folder, a JSON file for each set of facts (placement/facts.py).
 """
 
