@@ -139,8 +139,8 @@ def rl_step(
         dispatch_host_bytes=done.dispatch_host_bytes,
         publish_host_bytes=done.publish_host_bytes,
     ).gather(run.cluster)
-    placement.observations.add_speed(done.plan, done.max_tokens, costs.rollout_speed)
-    placement.observations.add_speed(train_plan, length, costs.train_speed)
+    placement.add_speed(done.plan, done.max_tokens, costs.rollout_speed)
+    placement.add_speed(train_plan, length, costs.train_speed)
     record = _record_of(
         config,
         step,

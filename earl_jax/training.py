@@ -212,7 +212,7 @@ def _train_until_lost(
     recorder.drop_after(resumed[0].step if resumed else -1)
     position, placement = resumed or (None, new_placement(run, recorder.note))
     if known is not None:
-        placement.observations.table = placement.observations.table.over(known)
+        placement.table = placement.table.over(known)
         if position is None:
             recorder.note("there is no checkpoint yet: the run begins again")
             run.tasks.restore(begun)
@@ -266,7 +266,7 @@ def _train_until_lost(
             raise BudgetTooSmall(f"{error}. {words}" if words else str(error)) from error
         except StateLost as lost:
             recorder.note(str(lost))
-            return None, "", placement.observations.table
+            return None, "", placement.table
     is_done = position.step == run.config.num_steps and not training.evaluator.was_stopped
     return position, "" if is_done else training.stopped, None
 

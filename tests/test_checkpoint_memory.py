@@ -41,7 +41,7 @@ RUN = types.SimpleNamespace(
 PLACEMENT = types.SimpleNamespace(
     sessions=types.SimpleNamespace(forget=lambda: None, played=set()),
     as_dict=dict,
-    observations=types.SimpleNamespace(table=types.SimpleNamespace(as_dict=dict)),
+    table=types.SimpleNamespace(as_dict=dict),
 )
 
 

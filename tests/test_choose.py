@@ -11,12 +11,11 @@ from collections import Counter
 import pytest
 
 from benchmarks.choose import problem_on
-from earl_jax.placement.facts import Observations
 from earl_jax.selector.candidates import Candidates
 from earl_jax.selector.choose import BudgetTooSmall, Step, choose_plans, full_step
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable
+from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, key_of
 from earl_jax.telemetry.load import WINDOW
 from tests.support.problems import (
     D2T4,
@@ -411,19 +410,20 @@ def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0, tries=Fals
     The first step on each mesh compiles and is not observed. The run begins anew, or is resumed on
     the mesh `start`; `table` is what earlier ones left. With `tries` meshes may be tried out.
     """
-    observations = Observations(table, print, is_fed=True)
+    table = table.as_prior()
     plans = Plans(rollout_on(start), train_on(F8)) if start else Plans()
     calm, seen, may_try = 0, [], (lambda plan, tokens: True) if tries else None
     for _ in range(steps):
-        candidates = Candidates(problem, observations.table, may_try=may_try)
+        candidates = Candidates(problem, table, may_try=may_try)
         decision = choose_plans(candidates, STEP, plans, calm)
         switched = decision.rollout.switched or decision.train.switched
         plans = Plans(decision.rollout.plan, decision.train.plan)
         calm = 0 if switched else calm + 1
         mesh = plans.rollout.mesh
         speed = true_speeds[mesh] * (math.exp(rng.gauss(0.0, noise)) if rng else 1.0)
-        observations.add_speed(plans.rollout, 20, speed if mesh in seen else None)
-        observations.add_speed(plans.train, 20, 1e6 if mesh in seen else None)
+        if mesh in seen:
+            table = table.with_speed(key_of(plans.rollout, 20), speed)
+            table = table.with_speed(key_of(plans.train, 20), 1e6)
         seen.append(mesh)
     return seen
 

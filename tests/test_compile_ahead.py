@@ -141,8 +141,8 @@ def test_mesh_that_never_ran_is_tried_when_its_programs_are_compiled():
     assert wanted() == [], "no speed is known yet"
     for _ in range(TRUSTED):
         assert chosen() == D8
-        placement.observations.add_speed(placement.rollout, SHORT, 500.0)
-        placement.observations.add_speed(placement.train, SHORT, 1e6)
+        placement.add_speed(placement.rollout, SHORT, 500.0)
+        placement.add_speed(placement.train, SHORT, 1e6)
     with CompileAhead(print) as ahead:
         placement.may_try = ahead.may_try
         assert chosen() == D8

@@ -123,7 +123,7 @@ def test_episodes_that_outgrow_a_full_pool_are_played_again_without_a_try(world,
         placement.choose_rollout(1, None)
     assert (placement.rollout.mesh, placement.max_tokens) == (D4T2, LONGEST)
     assert placement.rollout.pages >= LONGEST // 16
-    assert not allocator.refused and not placement.observations.known.failures
+    assert not allocator.refused and not placement.table.failures
 
 
 def test_a_pool_that_cannot_grow_beside_itself_after_all_stays(world, table):
@@ -143,10 +143,10 @@ def test_a_pool_that_cannot_grow_beside_itself_after_all_stays(world, table):
     assert len(failures) == len(allocator.refused) == 3
     assert all(words.endswith("in the move there") for words in failures)
     assert notes == [f"{words}; it is not tried again in this rollout" for words in failures]
-    known = placement.observations.known.failures
+    known = placement.table.failures
     assert [failure.size[1] for failure in known] == [64 * 16, 57 * 16, 48 * 16]
     assert placement.attempt("rollout", lambda: True)
-    assert not placement.observations.known.failures
+    assert not placement.table.failures
     # A replay moves to the same plan, also where there is memory for more.
     with rollout_in(world, table, large, PAGES) as (placement, opened, allocator):
         again = placement.sessions.grow_as(opened(), moved_to)

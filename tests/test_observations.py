@@ -45,12 +45,12 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
     """A step in which a program was compiled says nothing of the trainer's speed."""
     run = run_with("auto")
     placement, note = opened(run)
-    assert note is None and placement.observations.table.entries == {}
+    assert note is None and placement.table.entries == {}
     position = first_position(run, placement)
     seen = []
     for _ in range(4):
         position, record = rl_step(run, placement, position)
-        entries = placement.observations.table.entries
+        entries = placement.table.entries
         seen.append([len(entries.get(key, Entry()).speeds) for key in (TRAIN_KEY, ROLLOUT_KEY)])
     assert [train for train, _ in seen] == [0, 1, 2, 3]
     assert [rollout for _, rollout in seen] in ([0, 1, 2, 3], [1, 2, 3, 4])
@@ -65,7 +65,7 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
     again, note = opened(run)
     assert note is None
     for key in (TRAIN_KEY, ROLLOUT_KEY):
-        (speed,) = again.observations.table.entries[key].speeds
+        (speed,) = again.table.entries[key].speeds
         assert speed == entries[key].tokens_per_s
 
 
@@ -82,7 +82,7 @@ def test_run_whose_kept_table_was_poisoned_finds_back_to_its_best_mesh_within_te
         for _ in range(number):
             position, _ = rl_step(run, placement, position)
             used.append(placement.rollout.mesh)
-        return placement.observations.table, used
+        return placement.table, used
 
     table, used = steps(4)
     assert set(used) == {D8}
@@ -95,19 +95,19 @@ def test_run_whose_kept_table_was_poisoned_finds_back_to_its_best_mesh_within_te
 
 def test_model_reads_and_writes_no_speeds_and_remembers_failures(cache):
     known, _ = opened(run_with("auto"))
-    known.observations.add_speed(known.train, TOKENS, 123.0)
+    known.add_speed(known.train, TOKENS, 123.0)
     before = files(cache)
     assert len(before) == 1
     run = run_with("model")
     placement, _ = opened(run)
-    assert placement.observations.table.entries == {}
-    placement.observations.add_speed(placement.train, TOKENS, 123.0)
-    assert placement.observations.table.entries == {} and files(cache) == before
-    placement.observations.add_failure(placement.problem.failure(placement.rollout, TOKENS))
+    assert placement.table.entries == {}
+    placement.add_speed(placement.train, TOKENS, 123.0)
+    assert placement.table.entries == {} and files(cache) == before
+    placement.fail("rollout")
     (path,) = files(cache).keys() - before.keys()
     assert json.loads(path.read_text())["entries"] == {}
     again, _ = opened(run)
-    assert again.observations.table.failures == placement.observations.table.failures
+    assert again.table.failures == placement.table.failures
     assert again.rollout != placement.rollout
     # What failed by one table is another's business: that of the run by speeds is as it was.
     assert all(path.read_text() == text for path, text in before.items())
@@ -119,16 +119,16 @@ def test_given_table_is_read_and_not_changed(tmp_path):
     before = path.read_text()
     placement, note = opened(run_with(path))
     assert note is None
-    assert placement.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
-    placement.observations.add_speed(placement.train, TOKENS, 123.0)
-    placement.observations.add_failure(placement.problem.failure(placement.rollout, TOKENS))
-    assert placement.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
-    assert len(placement.observations.table.failures) == 1
+    assert placement.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
+    placement.add_speed(placement.train, TOKENS, 123.0)
+    placement.fail("rollout")
+    assert placement.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
+    assert len(placement.table.failures) == 1
     assert path.read_text() == before
     # What ran out of memory is remembered elsewhere, and no speed of this run.
     again, _ = opened(run_with(path))
-    assert again.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
-    assert again.observations.table.failures == placement.observations.table.failures
+    assert again.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
+    assert again.table.failures == placement.table.failures
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,6 @@ def test_table_that_cannot_be_written_is_kept_in_memory(cache):
     placement = Placement(run.stages, table, predicted.append)
     placement.choose_step(TOKENS, None)
     for _ in range(2):
-        placement.observations.add_speed(placement.train, TOKENS, 123.0)
-    assert placement.observations.table.entries[TRAIN_KEY].speeds == (123.0, 123.0)
+        placement.add_speed(placement.train, TOKENS, 123.0)
+    assert placement.table.entries[TRAIN_KEY].speeds == (123.0, 123.0)
     assert len(predicted) == 1 and "cannot be kept for later runs" in predicted[0]

@@ -124,7 +124,7 @@ def test_next_run_begins_with_the_moments_out_of_the_way(world):
         return hungry(donated=0)(np.ones(1, np.float32))
 
     assert placement.attempt("rollout", attempt) is None
-    table = placement.observations.table
+    table = placement.table
     again = ThroughputTable.from_dict(json.loads(json.dumps(table.as_dict())))
     assert again.failures == table.failures and len(again.failures) == 1
     resumed = place(world, again)

@@ -91,7 +91,7 @@ class Steps:
         self.records = []
 
     def take(self, split: int):
-        self.placement.observations.table = table_for(self.run, split)
+        self.placement.table = table_for(self.run, split)
         # As after a window of steps.
         self.placement.calm_steps = WINDOW
         self.position, record = rl_step(self.run, self.placement, self.position, self.player)
@@ -119,7 +119,7 @@ def test_a_run_begins_with_the_split_that_its_table_has_as_the_fastest(world, sp
     trainers = layouts.train(placement.train.mesh).mesh.devices.ravel()
     assert [*players, *trainers] == jax.devices()
     placement.steps_left = WINDOW - 1
-    placement.observations.table = table_for(world, {2: 6, 4: 2, 6: 4}[split])
+    placement.table = table_for(world, {2: 6, 4: 2, 6: 4}[split])
     placement.calm_steps = WINDOW
     # A move would be of use for too few steps.
     assert not placement.choose_split(BUCKET, None)
@@ -243,13 +243,13 @@ def test_a_run_in_parts_observes_the_speed_of_its_training(tmp_path, monkeypatch
     monkeypatch.setattr(StepUpdate, "finish", noted)
     player, trace = AsyncPlayer(run, placement), Trace(tmp_path)
     for step in range(1, 5):
-        before = placement.observations.table
+        before = placement.table
         position, record = rl_step(run, placement, position, player, trace)
         player.step_ended(step)
         assert record.metrics()["train_tokens_per_s"] is None
         new = {
             key: entry.speeds[-1]
-            for key, entry in placement.observations.table.entries.items()
+            for key, entry in placement.table.entries.items()
             if key.startswith("train") and entry.speeds != before.entries.get(key, Entry()).speeds
         }
         if not new:
@@ -271,7 +271,7 @@ def test_a_run_in_parts_observes_the_speed_of_its_training(tmp_path, monkeypatch
         assert busy_s[-1] > rest["dur"] / 1e6
         (speed,) = new.values()
         assert speed == pytest.approx(computed / busy_s[-1], rel=0.05)
-    assert busy_s and Candidates(run.problem, placement.observations.known).has_seen("train")
+    assert busy_s and Candidates(run.problem, placement.table).has_seen("train")
 
 
 def shifting(steps: int, table: str):

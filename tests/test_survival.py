@@ -152,7 +152,7 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
     assert log.failures[0] == words and f"{words}; it is not tried again" in notes
     assert log.choices[-1].plan.mesh == D8 and log.choices[-1].switched
     assert f"{CUBE} ran out of memory" in log.choices[-1].reason
-    table = placement.observations.table
+    table = placement.table
     again = ThroughputTable.from_dict(json.loads(json.dumps(table.as_dict())))
     assert again.failures == table.failures
     resumed = place(world, again)
@@ -167,7 +167,7 @@ def test_a_lack_of_memory_of_the_last_episodes_is_that_of_the_plan_they_moved_to
     placement.tail = placement.rollout._replace(mesh=MeshShape(tensor=2))
     assert placement.tail.mesh != placement.rollout.mesh
     assert placement.attempt("rollout", lambda: hungry(donated=0)(jnp.ones(1))) is None
-    meshes = [each.mesh for each in placement.observations.table.failures]
+    meshes = [each.mesh for each in placement.table.failures]
     assert meshes == [str(placement.tail.mesh)]
 
 
@@ -226,7 +226,7 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
         "in the move there"
     )
     # In this run only: the next one may have the memory.
-    assert not placement.observations.table.failures
+    assert not placement.table.as_dict()["failures"]
     shardings = world.learner.state_shardings(placement.train.mesh)
     leaves = zip(expected, jax.tree.leaves(moved), jax.tree.leaves(shardings), strict=True)
     for old, new, where in leaves:
@@ -291,13 +291,12 @@ def test_only_a_plan_whose_own_program_failed_is_remembered_for_later_runs(world
     assert placement.attempt("rollout", publish_and_play) is None
     placement.choose_step(TOKENS, None)
     assert placement.rollout != first, "not again in this run"
-    assert len(placement.observations.table.failures) == own
+    assert len(placement.table.as_dict()["failures"]) == own
     assert notes[-1].endswith(
         "not tried again" if own else "in the move there; it is not tried again in this run"
     )
-    next_run = place(
-        world, placement.observations.table.over(table_of(world.problem, TRAIN, PLAY, (TOKENS,)))
-    )
+    kept = ThroughputTable.from_dict(placement.table.as_dict())
+    next_run = place(world, kept.over(table_of(world.problem, TRAIN, PLAY, (TOKENS,))))
     next_run.choose_step(TOKENS, None)
     assert (next_run.rollout == first) != own
 
@@ -342,7 +341,7 @@ def short_in_one_and_then_in_both() -> dict[str, Any]:
         "rewards": [outcome.reward for outcome in record.outcomes],
         "failures": failures,
         "alone": str(alone.value),
-        "remembered": [str(failure) for failure in placement.observations.table.failures],
+        "remembered": [str(failure) for failure in placement.table.failures],
     }
 
 

@@ -223,7 +223,7 @@ def that_are_short(run: Run) -> dict[str, Any]:
             if name == "round" and is_short:
                 patch.setattr(run.stages.engines.engine(D2T2), "_play", hungry(donated=1))
             found[name] = take_steps(run, placement)
-        found[name]["known"] = [each.mesh for each in placement.observations.table.failures]
+        found[name]["known"] = [each.mesh for each in placement.table.failures]
     return found
 
 

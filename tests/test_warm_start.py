@@ -147,14 +147,14 @@ def test_a_plan_that_ran_out_of_memory_beside_them_may_be_tried_behind_it(world)
     plans = (TrainPlan(F8, 1, "none"), RolloutPlan(D8, 8, 2))
     for plan in plans:
         placement = Placement(world.stages, ThroughputTable())
-        placement.observations.add_failure(placement.problem.failure(plan, 64))
-        known = placement.observations.known
+        placement.fail("train", 64, plan)
+        known = placement.table
         assert known.failure_of(placement.problem.failure(plan, 64))
         placement.end_warm_start()
         assert not known.failure_of(placement.problem.failure(plan, 64))
         # And one that did so without them fails beside them too.
-        placement.observations.add_failure(placement.problem.failure(plan, 64))
-        assert placement.observations.known.failure_of(world.problem.failure(plan, 64))
+        placement.fail("train", 64, plan)
+        assert placement.table.failure_of(world.problem.failure(plan, 64))
 
 
 def test_another_plan_may_be_chosen_behind_it(world):

@@ -51,10 +51,10 @@ def wanted_programs(placement: Placement, history: LoadHistory) -> dict[str, Low
 
 def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:
     """Returns plans, and context buckets, that would be chosen if their programs were there."""
-    step, observations = placement.step_of(placement.max_tokens, load), placement.observations
-    if placement.may_try is None or not observations.is_fed or step.lasts < WINDOW:
+    step, entries = placement.step_of(placement.max_tokens, load), placement.table.entries
+    feeds_table = placement.stages.feeds_table
+    if placement.may_try is None or not feeds_table or step.lasts < WINDOW:
         return []
-    entries = observations.table.entries
     found = _chosen(placement, step, load, lambda plan, tokens: True)
     plans = [(choice.plan, choice.tokens) for choice in found if choice.switched]
     return [each for each in plans if not entries.get(key_of(*each), Entry()).speeds]

@@ -1,21 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput tables of runs and plans: the facts that they hold for, opened, and fed."""
+"""Throughput tables of runs and plans: the facts that they hold for, and opening them."""
 
 import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from earl_jax.config.config import Config
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.config import ModelConfig
-from earl_jax.selector.plans import Failure, Plan
-from earl_jax.selector.table import METHOD, ThroughputTable, key_of, load_table
+from earl_jax.selector.table import METHOD, ThroughputTable, load_table
 from earl_jax.settings.errors import InputError
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -119,66 +118,3 @@ def given_table(setting: str) -> ThroughputTable:
         return ThroughputTable.from_dict(json.loads(Path(setting).read_text()))
     except (OSError, ValueError) as error:
         raise InputError(f"config.selector.table={setting} cannot be read: {error}") from error
-
-
-class Observations:
-    """The throughput table of a run, and what its plans do. Every process has the same."""
-
-    def __init__(self, table: ThroughputTable, say: Callable[[str], None], *, is_fed: bool) -> None:
-        """Begins with a table; the run's speeds are added to it if `is_fed`.
-
-        Speeds of before are one of each plan then, so that an entry is trusted only when this run
-        has observed it twice. `say` reports failures, and a table that cannot be kept.
-        """
-        self._say, self.is_fed = say, is_fed
-        self.table = table.as_prior() if is_fed else table
-        # Plans left out because a move to them ran out of memory: in this run only, or, where it
-        # was one of live episodes (True), in their rollout only.
-        self._avoided = list[tuple[Failure, bool]]()
-
-    @property
-    def known(self) -> ThroughputTable:
-        """The table to choose by: it also leaves out the plans that no move of this run reached."""
-        failures = (*self.table.failures, *(failure for failure, _ in self._avoided))
-        return dataclasses.replace(self.table, failures=failures)
-
-    def add_speed(self, plan: Plan, tokens: int, tokens_per_s: float | None) -> None:
-        """Adds the speed of a step with a plan, unless None, to a table that is fed."""
-        if self.is_fed and tokens_per_s:
-            self._keep(self.table.with_speed(key_of(plan, tokens), tokens_per_s))
-
-    def add_bytes(self, plan: Plan, tokens: int, num_bytes: int) -> None:
-        """Adds XLA's bytes of a plan's program but for its pages (`Problem.without_pages`)."""
-        self._keep(self.table.with_bytes(key_of(plan, tokens), num_bytes))
-
-    def add_wait(self, compile_s: float) -> None:
-        """Adds the seconds that a step waited for new programs."""
-        if self.is_fed and compile_s:
-            self._keep(self.table.with_wait(compile_s))
-
-    def add_failure(self, failure: Failure, *, in_move: bool = False, live: bool = False) -> str:
-        """Remembers that a plan ran out of memory; returns it in words.
-
-        Later runs know it too, unless memory was short `in_move`, beside what was there before. If
-        those were `live` episodes it is forgotten when their rollout ends.
-        """
-        words = f"{failure.stage} on {failure.mesh} {failure}{', in the move there' * in_move}"
-        if in_move:
-            self._avoided.append((failure, live))
-        else:
-            self._keep(self.table.with_failure(failure))
-        where = f" in this {'rollout' if live else 'run'}" if in_move else ""
-        self._say(f"{words}; it is not tried again{where}")
-        return words
-
-    def end_rollout(self) -> None:
-        """Forgets the plans that live episodes of a rollout could not move to."""
-        self._avoided = [each for each in self._avoided if not each[1]]
-
-    def _keep(self, table: ThroughputTable) -> None:
-        self.table = table
-        try:
-            table.write()
-        except OSError as error:
-            self._say(f"the throughput table cannot be kept for later runs: {error}")
-            self.table = dataclasses.replace(table, path=None)

@@ -16,7 +16,6 @@ import jax
 
 from earl_jax.dispatch.packing import Shape, ShapeHistory
 from earl_jax.launch.distributed import RestartNeeded
-from earl_jax.placement.facts import Observations
 from earl_jax.placement.moves import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.rollout.end import RolloutShort, Shortage
@@ -25,7 +24,7 @@ from earl_jax.selector.candidates import Candidate, Candidates
 from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Decision, Step, choose_plans
 from earl_jax.selector.memory import is_in_move, is_out_of_memory
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
-from earl_jax.selector.table import ThroughputTable
+from earl_jax.selector.table import ThroughputTable, key_of
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
@@ -73,7 +72,9 @@ class Placement:
     ) -> None:
         """Begins without plans; `say` reports what ran out of memory or could not be kept."""
         self.stages, self.problem = stages, stages.problem
-        self.observations = Observations(table, say, is_fed=stages.feeds_table)
+        # Speeds of before are one of each plan, so that this run has to observe it twice.
+        self.table = table.as_prior() if stages.feeds_table else table
+        self._say = say
         self.plans = Plans()
         # The plan to which the last episodes of a rollout have moved.
         self.tail: RolloutPlan | None = None
@@ -258,7 +259,7 @@ class Placement:
             live=load and load.live,
             lasts=self._lasts(max_tokens, length, load),
             is_new=max_tokens > self.most_tokens or length > self.most_length,
-            compile_s=self.observations.table.compile_s if self.observations.is_fed else 0.0,
+            compile_s=self.table.compile_s if self.stages.feeds_table else 0.0,
         )
 
     def tokens_of(self, num_pages: int) -> int:
@@ -307,7 +308,7 @@ class Placement:
             return choose_plans(candidates, step, self.plans, self.calm_steps, only)
 
         # Trying a mesh takes a few steps and a compilation.
-        tries = self.observations.is_fed and only is None and step.lasts >= WINDOW
+        tries = self.stages.feeds_table and only is None and step.lasts >= WINDOW
         # Between two steps, with live episodes too, all choose both stages' plans together.
         if step.keeps_slots and only is not None and self.stages.cluster.count > 1:
             return chosen()
@@ -328,7 +329,7 @@ class Placement:
 
         Episodes are expected to be as in `load`.
         """
-        return Candidates(self.problem, self.observations.known, caution, may_try, load)
+        return Candidates(self.problem, self.table, caution, may_try, load)
 
     @property
     def _sure(self) -> float:
@@ -348,8 +349,28 @@ class Placement:
                 self._remember(plan, tokens)
             else:
                 own_bytes = self.problem.without_pages(plan, num_bytes)
-                self.observations.add_bytes(plan, tokens, own_bytes)
+                self._keep(self.table.with_bytes(key_of(plan, tokens), own_bytes))
         return bool(doubted)
+
+    # What is observed.
+
+    def add_speed(self, plan: Plan, tokens: int, tokens_per_s: float | None) -> None:
+        """Adds the speed of a step with a plan, unless None, to a table that is fed."""
+        if self.stages.feeds_table and tokens_per_s:
+            self._keep(self.table.with_speed(key_of(plan, tokens), tokens_per_s))
+
+    def add_wait(self, compile_s: float) -> None:
+        """Adds the seconds that a step waited for new programs."""
+        if self.stages.feeds_table and compile_s:
+            self._keep(self.table.with_wait(compile_s))
+
+    def _keep(self, table: ThroughputTable) -> None:
+        self.table = table
+        try:
+            table.write()
+        except OSError as error:
+            self._say(f"the throughput table cannot be kept for later runs: {error}")
+            self.table = dataclasses.replace(table, path=None)
 
     # Recovery from a lack of memory.
 
@@ -409,7 +430,7 @@ class Placement:
         return result
 
     def _end_rollout(self, *, played: bool) -> None:
-        self.observations.end_rollout()
+        self.table = self.table.after_rollout()
         if played:
             self.outgrown, self.tail = 0, None
 
@@ -424,7 +445,8 @@ class Placement:
     ) -> None:
         """Remembers that a stage's plan ran out of memory; the arguments are those of `attempt`.
 
-        `in_move` and `live` are as of `Observations.add_failure`.
+        Later runs know it too, unless memory was short `in_move`, beside what was there before. If
+        those were `live` episodes it is forgotten when their rollout ends.
         """
         how = {"in_move": in_move, "live": live or self.beside_live}
         if stage == "rollout":
@@ -433,9 +455,15 @@ class Placement:
         else:
             self._remember(plan or self.train, length or self.length, **how)
 
-    def _remember(self, plan: Plan, tokens: int, **how: bool) -> None:
-        failure = self.problem.failure(plan, tokens)
-        self.log.failures.append(self.observations.add_failure(failure, **how))
+    def _remember(
+        self, plan: Plan, tokens: int, *, in_move: bool = False, live: bool = False
+    ) -> None:
+        lasts = ("rollout" if live else "run") if in_move else "always"
+        failure = dataclasses.replace(self.problem.failure(plan, tokens), lasts=lasts)
+        words = f"{failure.stage} on {failure.mesh} {failure}{', in the move there' * in_move}"
+        self.log.failures.append(words)
+        self._say(f"{words}; it is not tried again{f' in this {lasts}' * in_move}")
+        self._keep(self.table.with_failure(failure))
 
     def shortage(self, error: Exception) -> Shortage | None:
         """Returns what the other processes must know of a rollout that ended with this error.

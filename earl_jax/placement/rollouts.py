@@ -185,6 +185,6 @@ def plans_kept(placement: Placement) -> Iterator[None]:
         yield
     finally:
         placement.beside_live = False
-        placement.observations.end_rollout()
+        placement.table = placement.table.after_rollout()
         placement.restore(before)
         placement.outgrown, placement.tail = outgrown, tail

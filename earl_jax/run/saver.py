@@ -93,7 +93,7 @@ def save(
         {
             **(choices or choices_of(run, placement)),
             "history": position.history.as_list(),
-            "throughput": placement.observations.table.as_dict(),
+            "throughput": placement.table.as_dict(),
             "failed_steps": position.failed_steps,
             "open_groups": list(position.open_groups),
             "oldest_step": position.oldest_step,

@@ -102,7 +102,7 @@ class StepLog:
         self.checkpoint_s = 0.0
         found = of_all_processes(self.run.cluster.gather(own, "what changed"))
         if not self.ahead.is_on or self.run.cluster.count > 1:
-            self.placement.observations.add_wait(found["compile_s"] or 0.0)
+            self.placement.add_wait(found["compile_s"] or 0.0)
         return {
             **record.metrics(),
             "train_mesh": str(self.placement.train.mesh),

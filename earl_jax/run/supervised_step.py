@@ -59,7 +59,7 @@ def supervised_step(
     train_s, is_timed = run.cluster.gather(own, "the end of a step")[0]
     if is_timed:
         speed = part.batch.tokens.size / train_s
-        placement.observations.add_speed(plan, part.length, speed)
+        placement.add_speed(plan, part.length, speed)
     record = SupervisedRecord(
         step=step + 1,
         lengths=[len(ids) for ids, _ in examples],

@@ -95,12 +95,13 @@ class Failure:
     `size` of a rollout is (tokens an episode, tokens that a row shard's pages hold, slots, 1 with
     the optimizer's moments on the devices); of training (tokens a row, rows at a time, 2 less the
     remat policy's number). Last in both is minus the limit of bytes of a device, 0 where none was
-    known: with more it may run.
+    known: with more it may run. It is known to later runs too, or in this run or rollout only.
     """
 
     stage: str
     mesh: str
     size: tuple[int, ...]
+    lasts: Literal["always", "run", "rollout"] = "always"
 
     def covers(self, other: "Failure") -> bool:
         """Returns True for that of a plan which is no smaller in any respect: it fails too."""
@@ -122,9 +123,13 @@ class Failure:
             f"{f', with {words}' if words else ''}"
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return {"stage": self.stage, "mesh": self.mesh, "size": self.size}
+
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Failure":
-        """Reads JSON. Raises TypeError for anything else than a failure."""
+        """Undoes `as_dict`. Raises TypeError for anything else than a failure."""
         failure = Failure(**{**values, "size": tuple(values["size"])})
         if len(failure.size) != {"rollout": 5, "train": 4}.get(failure.stage):
             raise TypeError(f"not a failure: {values}")

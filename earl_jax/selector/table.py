@@ -82,6 +82,11 @@ class ThroughputTable:
         """Returns the table with one more failure."""
         return dataclasses.replace(self, failures=(*self.failures, failure))
 
+    def after_rollout(self) -> "ThroughputTable":
+        """Returns the table without the failures of a rollout that has ended."""
+        failures = tuple(failure for failure in self.failures if failure.lasts != "rollout")
+        return dataclasses.replace(self, failures=failures)
+
     def with_wait(self, compile_s: float) -> "ThroughputTable":
         """Returns the table after a step that waited for programs: the longest wait so far.
 
@@ -130,7 +135,7 @@ class ThroughputTable:
         return {
             "facts": dict(self.facts),
             "entries": {key: entry._asdict() for key, entry in self.entries.items()},
-            "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "failures": [each.as_dict() for each in self.failures if each.lasts == "always"],
             "compile_s": self.compile_s,
         }
 
