@@ -127,8 +127,7 @@ def groups_step(
     `link_s` are the seconds of the weights and the episodes on the link of `link` bytes/s,
     `spread_s` those in which the weights spread inside the group that plays, `link_each_s` those of
     the link if each of its data shards got the weights for itself. Asynchronous steps take
-    `step_s`: rollout and training work at the same time, and both wait for what is on its way; in
-    synchronous ones (`turns_s`) they take turns. `price` is that of a million tokens of the former.
+    `step_s`, synchronous ones `turns_s`. `price` is that of a million tokens of the former.
 
     Example: 8 s, 10 s, 2 s on the link and 1 s of spreading are a step of 13 s, or one of 21 s if
     the stages take turns; at 36 an hour and 1,000 tokens a step a million tokens cost 130.
@@ -184,10 +183,7 @@ def cheapest(
     context: int,
     link: float,
 ) -> dict[str, Any] | None:
-    """Returns the step whose tokens cost the least, of all pairs of groups; of these the fastest.
-
-    None where no pair fits.
-    """
+    """Returns the fastest step of those with the cheapest tokens; None where no pair fits."""
     rollouts = [group for group in rollouts if _fits(group, "rollout", context)]
     trains = [group for group in trains if _fits(group, "train", context)]
     steps = [

@@ -41,10 +41,7 @@ def held_out_loss(
 
 
 def _sums(placement: Placement, state: TrainState, part: Part) -> tuple[float, int]:
-    """Returns the sum of the losses of a batch and its tokens to learn, by the plan in use.
-
-    Or row by row, where memory is too short for that.
-    """
+    """Returns the sum of the losses of a batch and its tokens to learn; row by row if need be."""
     stages, plan, shape = placement.stages, placement.train, Shape(*part.batch.tokens.shape)
     row_by_row = plan._replace(micro_batches=stages.rollout.episodes_per_step)
     plans = {

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The selector's problem from a config: the model's sizes, the stages' work, the devices.
-
-Nothing is started or placed: devices need not be here, nor weights.
-"""
+"""The selector's problem from a config: the model's sizes, the stages' work, the devices."""
 
 import collections
 import dataclasses

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stages: the parts of a run that a placement acts on, and the programs of plans.
-
-Programs are lowered from shapes alone: for their bytes, and to compile them ahead.
-"""
+"""Stages: the parts of a run that a placement acts on, and the programs of plans."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

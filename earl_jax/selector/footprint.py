@@ -57,14 +57,6 @@ class Footprint:
         resident = self.weights + self.optimizer + self.gradients + self.cache + self.trainer
         return resident + self.activations
 
-    def with_total(self, num_bytes: int) -> "Footprint":
-        """Returns the footprint of a program of so many bytes in all, without the trainer's.
-
-        Resident bytes stay; the others are activations, with gradients: temporaries of the program.
-        """
-        resident = self.weights + self.optimizer + self.cache
-        return dataclasses.replace(self, gradients=0, activations=max(0, num_bytes - resident))
-
 
 def parts_of(axes: str, mesh: MeshShape, rules: Rules = PARAMETER_RULES) -> int:
     """Returns the number of parts of a parameter with these axes."""

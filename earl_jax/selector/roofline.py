@@ -179,7 +179,7 @@ def train_parts(
     `context` and `data` runs beside layers, and counts where it is longer than they are; what
     `tensor` and `expert` add up always counts. Not `backward`: a forward pass with log-probs alone.
     """
-    repeated = work.repeats_loops if recomputed is None else recomputed
+    repeated = work.remat != "none" if recomputed is None else recomputed
     recomputed = work.repeats_products if recomputed is None else recomputed
     tokens = work.num_rows * length // (mesh.data * mesh.fsdp * mesh.expert * mesh.context)
     each = tokens // work.micro_batches
@@ -238,15 +238,13 @@ def train_parts(
 def scoring_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int
 ) -> float:
-    """Returns the seconds of the passes before a step's first update, on rows of `length` tokens.
-
-    A critic has a single number for logits.
-    """
+    """Returns the seconds of the passes before a step's first update."""
     if not work.scored:
         return 0.0
     networks = {
         "proximal": sizes,
         "reference": sizes.teacher or sizes,
+        # A critic has a single number for logits.
         "values": dataclasses.replace(sizes, vocab_size=1),
     }
     scored = [networks[field] for field in work.scored if field in networks]
@@ -327,9 +325,9 @@ def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int, int8_bytes: fl
     """
     share = sizes.model.experts_per_token / max(1, sizes.model.num_experts)
     touched = 1.0 - (1.0 - share) ** tokens
-    read = 0.0
+    read, has_head = 0.0, any(parameter.name == "head" for parameter in sizes.engine)
     for parameter in sizes.engine:
-        if parameter.name == "embed" and not sizes.is_tied:
+        if parameter.name == "embed" and has_head:
             continue
         times = touched if "E" in parameter.axes else 1.0
         times *= int8_bytes if parameter.itemsize == 1 else 1.0
@@ -338,10 +336,7 @@ def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int, int8_bytes: fl
 
 
 def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int) -> float:
-    """Returns the bytes of the cache that a device reads for a token behind so many.
-
-    States are read and written.
-    """
+    """Returns the bytes of the cache that a device reads for a token; states both ways."""
     seen = sum(min(context, window or context) for window in sizes.windows) / len(sizes.windows)
     read = cache_token_bytes(sizes, work, mesh) * seen / mesh.context
     return read + 2 * state_bytes(sizes, mesh)

@@ -216,7 +216,10 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         tokens = work.num_batches * work.num_rows * stop.context
         values["update_s"] = tokens / candidate.tokens_per_s
     if candidate.is_exact:
-        kinds = kinds.with_total(candidate.num_bytes - kinds.trainer)
+        # Resident bytes stay; the others are temporaries of the program.
+        resident = kinds.weights + kinds.optimizer + kinds.cache + kinds.trainer
+        working = max(0, candidate.num_bytes - resident)
+        kinds = dataclasses.replace(kinds, gradients=0, activations=working)
     if isinstance(plan, TrainPlan):
         kinds = dataclasses.replace(kinds, optimizer=kinds.optimizer + kinds.trainer)
     kinds = dataclasses.replace(kinds, trainer=beside)

@@ -68,11 +68,6 @@ class ModelSizes:
         return self.model.expert_ffn_size if self.model.num_experts else self.model.ffn_size
 
     @property
-    def is_tied(self) -> bool:
-        """True if the embedding is the head too."""
-        return not any(parameter.name == "head" for parameter in self.engine)
-
-    @property
     def result_size(self) -> int:
         """The numbers of a result of one head over cached tokens."""
         return self.model.latent_size or self.model.head_size
@@ -159,11 +154,6 @@ class Workload:
     def repeats_products(self) -> bool:
         """True if projections are computed again in the backward pass."""
         return self.remat in ("full", "offload")
-
-    @property
-    def repeats_loops(self) -> bool:
-        """True if element-wise loops are computed again in the backward pass."""
-        return self.remat != "none"
 
     def repeats_attention(self, mesh: MeshShape, length: int) -> bool:
         """True if attention's forward pass is computed again in the backward pass."""

@@ -95,10 +95,7 @@ class ThroughputTable:
         return dataclasses.replace(self, compile_s=max(compile_s, 0.9 * self.compile_s))
 
     def failure_of(self, plan: Failure) -> str:
-        """Returns how a plan fails, by what failed before; "" where it may run.
-
-        `plan` is what would be remembered of it (`Problem.failure`).
-        """
+        """Returns how a plan (`Problem.failure`) fails, by what failed before; "" if it may run."""
         return next((str(failure) for failure in self.failures if failure.covers(plan)), "")
 
     def as_prior(self) -> "ThroughputTable":
@@ -189,10 +186,7 @@ def parse_key(text: str) -> tuple[Plan, int]:
 
 
 def load_table(facts: Mapping[str, Any]) -> tuple[ThroughputTable, str | None]:
-    """Returns the table kept for these facts, as a prior; an empty one if there is none.
-
-    Also returns a sentence for the user if its file was damaged.
-    """
+    """Returns the table kept for these facts, as a prior, and a sentence if it was damaged."""
     text = json.dumps(facts, sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     path = cache_folder() / "throughput" / f"{name}.json"
