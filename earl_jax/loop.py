@@ -19,7 +19,7 @@ from earl_jax.config.config import Config
 from earl_jax.config.resume import replayed_settings
 from earl_jax.envs.examples import Ids
 from earl_jax.placement.delivery import rows_of, send_parts
-from earl_jax.placement.moves import move_state, settle
+from earl_jax.placement.moves import move_state, open_session, settle
 from earl_jax.placement.parts import fill_of
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all
@@ -300,7 +300,7 @@ def choose_and_play(
         plan, max_tokens = placement.rollout, placement.max_tokens
         with timer("publish"), only_on_devices() as reads:
             policy = run.learner.policy(state)
-            session, num_bytes = placement.sessions.open(policy, version=position.step)
+            session, num_bytes = open_session(placement, policy, version=position.step)
         with timer("rollout"):
             own, played = play_all(run.actor, placement, session, tasks, load, events=events)
         is_ours = run.cluster.is_first or not placement.plays_together

@@ -16,12 +16,11 @@ from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import ENVIRONMENT_TIMEOUT
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
-from earl_jax.placement import delivery
-from earl_jax.placement.moves import Sessions
+from earl_jax.placement import delivery, moves
 from earl_jax.rollout.event_files import events_file, read_events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import AsynchronyConfig
-from earl_jax.run import build
+from earl_jax.run import build, live_service
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.sharding import exchange
 from earl_jax.sharding.layout import MeshShape
@@ -89,7 +88,7 @@ def watch_exchanges(patch: pytest.MonkeyPatch) -> dict[str, int]:
     a plan of the rows; they are "facts 0".
     """
     sent, now = collections.Counter[str](), {"stage": "", "version": 0}
-    program, publish, dispatch = exchange._program, Sessions.publish, delivery.dispatch
+    program, publish, dispatch = exchange._program, moves.publish_policy, delivery.dispatch
 
     @functools.cache
     def bytes_of(run, shapes):
@@ -113,11 +112,11 @@ def watch_exchanges(patch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return counted
 
-    def published(self, engine, mesh, params, version):
+    def published(placement, engine, mesh, params, version):
         now.update(stage="publish", version=version)
         # An evaluation may have published the same version before.
         sent[f"publish {version}"] = 0
-        found = publish(self, engine, mesh, params, version)
+        found = publish(placement, engine, mesh, params, version)
         now["stage"] = ""
         return found
 
@@ -128,7 +127,8 @@ def watch_exchanges(patch: pytest.MonkeyPatch) -> dict[str, int]:
         return found
 
     patch.setattr(exchange, "_program", watched)
-    patch.setattr(Sessions, "publish", published)
+    for module in (moves, live_service):
+        patch.setattr(module, "publish_policy", published)
     patch.setattr(delivery, "dispatch", dispatched)
     return sent
 
@@ -311,7 +311,7 @@ def test_a_synchronous_run_whose_processes_share_a_queue_is_replayed(tmp_path):
 
 def run_with_a_leaf_left_out(workdir: str) -> str:
     """In each process: the second policy arrives with one leaf of the first. Returns the error."""
-    publish, kept = Sessions.publish, []
+    publish, kept = moves.publish_policy, []
 
     def leaves_one_out(*given):
         policy, num_bytes = publish(*given)
@@ -323,7 +323,8 @@ def run_with_a_leaf_left_out(workdir: str) -> str:
         return dataclasses.replace(policy, params=tree.unflatten([kept[0], *others])), num_bytes
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError) as found:
-        patch.setattr(Sessions, "publish", leaves_one_out)
+        for module in (moves, live_service):
+            patch.setattr(module, "publish_policy", leaves_one_out)
         run(workdir, "", {"num_steps": 2})
     return str(found.value)
 

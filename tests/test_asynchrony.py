@@ -23,12 +23,12 @@ from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
-from earl_jax.placement.moves import Sessions
+from earl_jax.placement import moves, rollouts
 from earl_jax.rollout.event_files import EVENTS, read_events
 from earl_jax.rollout.events import Events
 from earl_jax.rollout.host_rows import as_row
 from earl_jax.rollout.rounds import Rounds
-from earl_jax.run import evaluation
+from earl_jax.run import evaluation, live_service
 from earl_jax.run.build import build_run
 from earl_jax.run.live_service import since_version
 from earl_jax.settings.errors import InputError, RunError
@@ -106,7 +106,7 @@ def test_devices_never_hold_two_policies_of_the_rollout(monkeypatch):
     """The weights before are gone when the next ones arrive; so is a service that is given up."""
     run = build_run(config_of(staleness=1))
     placement, position = begin(run)
-    player, before, publish = AsyncPlayer(run, placement), [], Sessions.publish
+    player, before, publish = AsyncPlayer(run, placement), [], moves.publish_policy
 
     def watched(*given):
         gc.collect()
@@ -115,7 +115,8 @@ def test_devices_never_hold_two_policies_of_the_rollout(monkeypatch):
         before[:] = map(weakref.ref, jax.tree.leaves(policy.params))
         return policy, num_bytes
 
-    monkeypatch.setattr(Sessions, "publish", watched)
+    for module in (moves, live_service):
+        monkeypatch.setattr(module, "publish_policy", watched)
     for _ in range(3):
         position, _ = rl_step(run, placement, position, player)
     assert len(before) > 10
@@ -286,7 +287,7 @@ def test_open_episodes_make_way_for_an_evaluation_that_does_not_fit_beside_them(
     # What ran out of memory is remembered there.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first = tmp_path / "run"
-    opened, evaluated, beside = Sessions.open, evaluation.evaluate, []
+    opened, evaluated, beside = moves.open_session, evaluation.evaluate, []
 
     def evaluate(*given, beside_live=False, **more):
         beside.append(beside_live)
@@ -295,10 +296,10 @@ def test_open_episodes_make_way_for_an_evaluation_that_does_not_fit_beside_them(
         finally:
             beside.append(False)
 
-    def short_beside_episodes(own, params, version):
+    def short_beside_episodes(placement, params, version):
         if beside[-1]:
             jax.block_until_ready(hungry(donated=0)(jnp.ones(4)))
-        return opened(own, params, version)
+        return opened(placement, params, version)
 
     config = make_config(
         {
@@ -309,7 +310,8 @@ def test_open_episodes_make_way_for_an_evaluation_that_does_not_fit_beside_them(
     )
     with monkeypatch.context() as short:
         short.setattr(evaluation, "evaluate", evaluate)
-        short.setattr(Sessions, "open", short_beside_episodes)
+        for module in (rollouts, live_service):
+            short.setattr(module, "open_session", short_beside_episodes)
         train(config, first)
     # Before step 1 no episode is open; behind each step it is tried beside them, and then alone.
     assert beside[::2] == [False, True, False, True, False]
@@ -602,7 +604,7 @@ def test_a_weight_that_was_not_published_is_noticed(monkeypatch):
     """The second policy arrives with one leaf of the first; the engine's sum alone is no sign."""
     run = build_run(config_of(staleness=1, checksums=True))
     placement, position = begin(run)
-    player, kept, publish = AsyncPlayer(run, placement), [], Sessions.publish
+    player, kept, publish = AsyncPlayer(run, placement), [], moves.publish_policy
 
     def leaves_one_out(*given):
         policy, num_bytes = publish(*given)
@@ -611,7 +613,8 @@ def test_a_weight_that_was_not_published_is_noticed(monkeypatch):
         tree = jax.tree.structure(policy.params)
         return dataclasses.replace(policy, params=tree.unflatten([kept[0], *others])), num_bytes
 
-    monkeypatch.setattr(Sessions, "publish", leaves_one_out)
+    for module in (moves, live_service):
+        monkeypatch.setattr(module, "publish_policy", leaves_one_out)
     position, _ = rl_step(run, placement, position, player)
     player.step_ended(position.step)
     with pytest.raises(RunError, match="the weights of version 1 .* were not published whole"):

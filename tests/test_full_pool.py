@@ -13,6 +13,7 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.round_inputs import idle_inputs
+from earl_jax.placement.moves import grow_as, grow_session, open_session
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.stages import compiled_bytes
 from earl_jax.run.build import build_run
@@ -78,7 +79,7 @@ def rollout_in(world, table, budget, pages, limit=None, say=lambda text: None):
     gc.collect()
     others = max(live_bytes().values()) - problem.trainer_bytes(F8)
     with memory_limit((limit or budget) + others) as allocator:
-        yield placement, lambda: placement.sessions.open(state.params, version=0)[0], allocator
+        yield placement, lambda: open_session(placement, state.params, version=0)[0], allocator
 
 
 def play(session):
@@ -102,7 +103,7 @@ def test_a_rollout_at_a_full_pool_grows_a_context_bucket_where_it_is(world, tabl
         assert placement.rollout == RolloutPlan(D8, SLOTS, PAGES), "all that fit"
         session = play(opened())
         before = pool_address(session)
-        grown = placement.sessions.grow(session, SHORT + 1, PAGES, None)
+        grown = grow_session(placement, session, SHORT + 1, PAGES, None)
         assert pool_address(grown) == before
         play(grown)
     assert (grown.max_tokens, grown.pool) == (LONG, Pool(8, PAGES))
@@ -119,7 +120,7 @@ def test_episodes_that_outgrow_a_full_pool_are_played_again_without_a_try(world,
     budget = math.ceil(bytes_of(world, table, PAGES) / (1 - RESERVE))
     with rollout_in(world, table, budget, PAGES) as (placement, opened, allocator):
         with pytest.raises(BudgetTooSmall):
-            placement.sessions.grow(opened(), LONG + 1, PAGES, None)
+            grow_session(placement, opened(), LONG + 1, PAGES, None)
         placement.choose_rollout(1, None)
     assert (placement.rollout.mesh, placement.max_tokens) == (D4T2, LONGEST)
     assert placement.rollout.pages >= LONGEST // 16
@@ -135,7 +136,7 @@ def test_a_pool_that_cannot_grow_beside_itself_after_all_stays(world, table):
         opened,
         allocator,
     ):
-        grown = placement.sessions.grow(opened(), SHORT, PAGES + 1, None)
+        grown = grow_session(placement, opened(), SHORT, PAGES + 1, None)
         moved_to = placement.as_dict()
     assert grown.pool == Pool(8, PAGES)
     # 64 pages, 57 and 48.
@@ -149,8 +150,8 @@ def test_a_pool_that_cannot_grow_beside_itself_after_all_stays(world, table):
     assert not placement.table.failures
     # A replay moves to the same plan, also where there is memory for more.
     with rollout_in(world, table, large, PAGES) as (placement, opened, allocator):
-        again = placement.sessions.grow_as(opened(), moved_to)
+        again = grow_as(placement, opened(), moved_to)
         assert placement.as_dict() == moved_to
-        more = placement.sessions.grow(opened(), SHORT, PAGES + 1, None)
+        more = grow_session(placement, opened(), SHORT, PAGES + 1, None)
     assert again is not None and again.pool == grown.pool
     assert more.pool.pages > grown.pool.pages and not allocator.refused

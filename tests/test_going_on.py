@@ -216,7 +216,7 @@ def test_lengths_of_tasks_last_from_step_to_step_and_go_on_where_they_were(tmp_p
     # The rounds that were played, to which the last episodes of a rollout may move.
     played = position_of(tmp_path / "whole", 2)["played"]
     _, _, placement = read_newest(config, again)
-    assert played and placement.sessions.played == {*played}
+    assert played and placement.played == {*played}
 
 
 # The weights of another run.

@@ -13,6 +13,7 @@ import pytest
 
 from earl_jax.engine.config import Sampling
 from earl_jax.loop import rl_step
+from earl_jax.placement.moves import grow_session, open_session
 from earl_jax.placement.rollouts import play
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.share import Share
@@ -151,7 +152,9 @@ def test_trainer_that_changes_mesh_and_micro_batches_learns_as_one_that_stays(wo
 
 
 @pytest.mark.slow
-def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episodes(world):
+def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episodes(
+    world, monkeypatch
+):
     """On data=8 the budget holds the smallest context only, on tensor=2 the largest too."""
     tight = too_large_for(table(world), world.problem, rollout=((D8, MIDDLE), (D8, LARGE)))
     params = world.learner.init_state(D8).params
@@ -160,18 +163,18 @@ def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episod
         placement = place(world, table, train_meshes_named=(str(D8),), **changes)
         placement.choose_step(SMALL, None)
         assert (placement.rollout.mesh, placement.max_tokens) == (D8, SMALL)
-        grow, moves = placement.sessions.grow, []
+        moves = []
 
-        def noting(session, *wanted):
-            grown = grow(session, *wanted)
+        def noting(placement, session, *wanted):
+            grown = grow_session(placement, session, *wanted)
             cached = np.asarray(session.state.cached)
             moves.append(
                 (session.engine.layout.shape, grown.engine.layout.shape, (cached > 0).sum())
             )
             return grown
 
-        placement.sessions.grow = noting
-        session, _ = placement.sessions.open(params, version=0)
+        monkeypatch.setattr("earl_jax.placement.moves.grow_session", noting)
+        session, _ = open_session(placement, params, version=0)
         tasks, sampling = world.tasks.training(0), Sampling()
         share = Share(range(len(tasks)))
         played = play(world.actor, placement, session, tasks, share, None, sampling)

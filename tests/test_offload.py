@@ -10,7 +10,7 @@ import pytest
 
 from earl_jax import loop
 from earl_jax.loop import rl_step
-from earl_jax.placement.moves import settle
+from earl_jax.placement.moves import open_session, settle
 from earl_jax.run.build import build_run
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.train.offload import is_offloaded
@@ -70,13 +70,13 @@ def test_moments_are_offloaded_where_the_budget_does_not_hold_them(world, undist
     placement = placed(world, budget_bytes=whole)
     assert placement.rollout.offload and placement.words == OFFLOADED
     assert placement.log.bytes_per_device < whole
-    position, open_session, seen = first_position(world, placement), placement.sessions.open, []
+    position, seen = first_position(world, placement), []
 
-    def look(params, version):
+    def look(placement, params, version):
         seen.append(is_offloaded(position.state))
-        return open_session(params, version)
+        return open_session(placement, params, version)
 
-    monkeypatch.setattr(placement.sessions, "open", look)
+    monkeypatch.setattr("earl_jax.loop.open_session", look)
     after, record = rl_step(world, placement, position)
     assert seen == [True] and is_offloaded(after.state)
     assert_same_step(world, undisturbed, after, record)

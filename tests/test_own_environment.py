@@ -27,6 +27,7 @@ from earl_jax.envs.event_loop import settle
 from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import Dataset, read_rows
+from earl_jax.placement.moves import open_session
 from earl_jax.rollout.evaluation import best_of, rating_of, summarize, why_no_means
 from earl_jax.run.build import build_run
 from earl_jax.run.evaluation import evaluate
@@ -600,7 +601,7 @@ def test_an_evaluation_plays_each_task_as_often_as_it_says(monkeypatch):
 
     monkeypatch.setattr("earl_jax.run.evaluation.summarize", noted)
     placement, position = begin(run)
-    opened, open_session = [], placement.sessions.open
+    opened = []
 
     def only_one(*given, **named):
         gc.collect()
@@ -609,7 +610,7 @@ def test_an_evaluation_plays_each_task_as_often_as_it_says(monkeypatch):
         opened.append(weakref.ref(session))
         return session, moved
 
-    monkeypatch.setattr(placement.sessions, "open", only_one)
+    monkeypatch.setattr("earl_jax.placement.rollouts.open_session", only_one)
     episodes = []
     found = evaluate(run, placement, position, games=5, keep=episodes.extend)
     assert found["episodes"] == 15 and len(opened) == 2

@@ -17,7 +17,7 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
-from earl_jax.placement.moves import move_state
+from earl_jax.placement.moves import grow_session, move_state, open_session, tail_plan
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import sft
 from earl_jax.rollout.load import expected_load, expected_tokens
@@ -184,7 +184,7 @@ def test_step_after_one_whose_episodes_all_failed_is_chosen(world, table):
     foreseen = expected_load(world.stages.rollout, history)
     placement.choose_step(expected_tokens(world.stages.rollout, foreseen), foreseen)
     assert placement.plans == before
-    assert placement.sessions.tail_plan(history.recent()) is None
+    assert tail_plan(placement, history.recent()) is None
 
 
 def test_budget_too_small_changes_nothing_and_the_one_it_names_is_enough(world, table):
@@ -268,7 +268,7 @@ def live_inputs(engine):
 
 def live_session(world, placement):
     """A session on data=8 in the middle of every slot's first turn, with a page for each."""
-    session, _ = placement.sessions.open(world.learner.init_state(D8).params, version=3)
+    session, _ = open_session(placement, world.learner.init_state(D8).params, version=3)
     for slot in range(SLOTS):
         session.pages.hold(slot, 4)
     state = session.engine.give_pages(session.state, session.pages.as_array(1))
@@ -281,7 +281,7 @@ def test_larger_context_bucket_on_the_same_mesh_keeps_live_episodes(world, table
     placement = stand(place(world, table))
     session = live_session(world, placement)
     params, cached = session.policy.params, np.array(session.state.cached)
-    grown = placement.sessions.grow(session, SHORT + 1, 2, None)
+    grown = grow_session(placement, session, SHORT + 1, 2, None)
     assert grown.engine is session.engine and grown.policy.params is params
     # Memory that is left over holds pages for every slot.
     assert (grown.max_tokens, grown.pool.pages) == (LONG, 4)
@@ -304,8 +304,8 @@ def test_session_keeps_its_two_pages_if_the_budget_holds_no_more_beside_them(wor
 
     def pages_with(budget):
         placement = stand(place(world, exact, budget_bytes=budget, **only))
-        session, _ = placement.sessions.open(params, version=0)
-        return placement.sessions.grow(session, LONG, 3, None).pool.pages
+        session, _ = open_session(placement, params, version=0)
+        return grow_session(placement, session, LONG, 3, None).pool.pages
 
     least = beside + 1 + 2 * page
     budgets = (None, holding(6), holding(6) - page, holding(5) - page, least)

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from earl_jax.loop import rl_step
+from earl_jax.placement.moves import grow_session, open_session
 from earl_jax.run.build import Run, build_run
 from earl_jax.run.evaluation import evaluate
 from tests.support.placements import begin
@@ -43,13 +44,13 @@ def test_episodes_outgrow_the_last_context_bucket_and_are_trained_on_whole(monke
     The session grows in the first step; the second begins with the larger one.
     """
     placement, position = begin(world())
-    grow, made = placement.sessions.grow, []
+    made = []
 
-    def noting(session, tokens, *others):
+    def noting(placement, session, tokens, *others):
         made.append((session.max_tokens, tokens))
-        return grow(session, tokens, *others)
+        return grow_session(placement, session, tokens, *others)
 
-    monkeypatch.setattr(placement.sessions, "grow", noting)
+    monkeypatch.setattr("earl_jax.placement.moves.grow_session", noting)
     for step in range(2):
         position, record = rl_step(world(), placement, position)
         grown = [max_tokens for max_tokens, tokens in made if tokens > max_tokens]
@@ -73,15 +74,15 @@ def test_an_evaluation_beside_a_live_rollout_leaves_its_plan(monkeypatch):
     run = build_run(make_config(GIVEN | {"rollout": GIVEN["rollout"] | {"num_slots": 16}}))
     placement, position = begin(run)
     placement.choose_step(2 * MAX_TOKENS, None)
-    opened, before, slots = placement.sessions.open, placement.as_dict(), []
+    before, slots = placement.as_dict(), []
 
     def short_of_memory(*given, **named):
         slots.append(placement.rollout.num_slots)
         if len(slots) == 1:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return opened(*given, **named)
+        return open_session(*given, **named)
 
-    monkeypatch.setattr(placement.sessions, "open", short_of_memory)
+    monkeypatch.setattr("earl_jax.placement.rollouts.open_session", short_of_memory)
     evaluate(run, placement, position, games=8, beside_live=True)
     assert slots == [16, 16, 8], "or the test shows nothing"
     assert placement.as_dict() == before

@@ -16,7 +16,8 @@ from earl_jax.config import file as config_file
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
-from earl_jax.placement.moves import Sessions, move_state
+from earl_jax.placement import moves
+from earl_jax.placement.moves import move_session, move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.rollout.event_files import events_file, read_events
@@ -168,33 +169,33 @@ def check_moves() -> list[int]:
     OpenGroups.play_beside, AsyncPlayer._trainer_ready = play_two_rounds, at_once
     asynchrony = {"max_staleness": 2, "kv": "keep", "parts": 2}
     world = build_run(make_config({**SETTINGS, "asynchrony": asynchrony}))
-    live, order, move = [], [], Sessions.move
+    live, order = [], []
 
-    def watched(self, session, *given, **named):
+    def watched(placement, session):
         slots = range(session.engine.config.num_slots)
         live.append(sum(map(session.pages.num_held, slots)))
         order.append("episodes")
-        return move(self, session, *given, **named)
+        return move_session(placement, session)
 
     def moved(*arguments, **settings):
         order.append("trainer")
         return move_state(*arguments, **settings)
 
-    Sessions.move, live_service.move_state = watched, moved
-    stays, moves = Steps(world), Steps(world)
+    live_service.move_session, live_service.move_state = watched, moved
+    stays, goes = Steps(world), Steps(world)
     for split, rollout, training in ((4, R4, T4), (6, R6, T2), (2, R2, T6), (6, R2, T6)):
-        if len(moves.records) == 3 and world.cluster.index == world.cluster.count - 1:
-            Sessions._relocate = short
-        there, here = stays.take(4), moves.take(split)
-        assert stays.meshes == (R4, T4) and moves.meshes == (rollout, training)
+        if len(goes.records) == 3 and world.cluster.index == world.cluster.count - 1:
+            moves._relocate = short
+        there, here = stays.take(4), goes.take(split)
+        assert stays.meshes == (R4, T4) and goes.meshes == (rollout, training)
         assert tokens_of(here) == tokens_of(there)
         line = here.metrics()
         assert line["dispatch_host_bytes"] == line["publish_host_bytes"] == 0
         assert line["version_lag_max"] <= 2
-        for one, other in zip(moves.parameters(), stays.parameters(), strict=True):
+        for one, other in zip(goes.parameters(), stays.parameters(), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
     # Some lagged, and pages of live episodes moved each time. Who gives devices moves first.
-    assert any(record.metrics()["version_lag_max"] > 0 for record in moves.records)
+    assert any(record.metrics()["version_lag_max"] > 0 for record in goes.records)
     assert len(live) == 3 and min(live) > 0
     away = ["trainer", "episodes", "trainer"]
     assert order == [*away, "episodes", "trainer", *away]
@@ -216,7 +217,7 @@ def test_both_stages_stay_where_memory_is_too_short_for_the_move(world, two_roun
     for split in (4, 6):
         stays.take(4)
         with monkeypatch.context() as patch:
-            patch.setattr(Sessions, "_relocate", short)
+            patch.setattr(moves, "_relocate", short)
             tries.take(split)
     assert tries.meshes == (R4, T4)
     assert any("too little memory" in each for each in tries.placement.log.failures)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax import loop
 from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.packing import RowRule, ShapeHistory, pack_rows, plan_packing
@@ -22,6 +23,8 @@ from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.lora_config import LoraConfig
+from earl_jax.placement import rollouts
+from earl_jax.placement.moves import open_session
 from earl_jax.placement.parts import Part
 from earl_jax.placement.problem import model_sizes
 from earl_jax.placement.updates import StepUpdate
@@ -454,13 +457,13 @@ def test_an_evaluation_plays_the_average_and_the_next_step_does_not(monkeypatch)
     placement, position = begin(run)
     position, _ = rl_step(run, placement, position)
     played = []
-    open_session = type(placement.sessions).open
 
-    def opened(sessions, params, version):
+    def opened(placement, params, version):
         played.append(bits(params))
-        return open_session(sessions, params, version)
+        return open_session(placement, params, version)
 
-    monkeypatch.setattr(type(placement.sessions), "open", opened)
+    for module in (rollouts, loop):
+        monkeypatch.setattr(module, "open_session", opened)
     evaluate(run, placement, position, games=8)
     state = jax.tree.map(np.asarray, position.state)
     rl_step(run, placement, position)

@@ -14,7 +14,7 @@ import pytest
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.loop import rl_step
 from earl_jax.placement import moves
-from earl_jax.placement.moves import move_state
+from earl_jax.placement.moves import move_state, open_session
 from earl_jax.placement.parts import Part
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.run.build import build_run
@@ -285,7 +285,7 @@ def test_only_a_plan_whose_own_program_failed_is_remembered_for_later_runs(world
         monkeypatch.setattr(moves, "publish_to_engines", short)
 
     def publish_and_play():
-        placement.sessions.open(params, version=0)
+        open_session(placement, params, version=0)
         return short()
 
     assert placement.attempt("rollout", publish_and_play) is None

@@ -19,6 +19,7 @@ import earl_jax.loop
 from earl_jax.loop import rl_step
 from earl_jax.placement import delivery, moves
 from earl_jax.placement.compile_ahead import CompileAhead, wanted_programs
+from earl_jax.placement.moves import move_session, open_session
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import Run, build_run
 from earl_jax.sharding.layout import MeshShape
@@ -305,7 +306,7 @@ def steps_in_lockstep() -> dict[str, Any]:
         placement = placed(run, T2, C2, MeshShape(data=2), few=(2, 4))
         assert placement.plays_together
         if name == "moves":
-            placement.sessions.played.add(rollout_key(C2, TOKENS, SLOTS))
+            placement.played.add(rollout_key(C2, TOKENS, SLOTS))
         found[name] = take_steps(run, placement)
         history = LoadHistory(steps=(load_of(TOKENS),))
         found[name]["wanted"] = list(wanted_programs(placement, history))
@@ -333,7 +334,7 @@ def come_to_a_move(lost: int) -> None:
     run = run_on(T2, C2, train)
     placement = placed(run, T2, C2, train)
     policy = run.learner.policy(first_position(run, placement).state)
-    session, _ = placement.sessions.open(policy, version=0)
+    session, _ = open_session(placement, policy, version=0)
     assert session is not None
     run.cluster.barrier("the move")
     patient = dataclasses.replace(run.cluster, timeout_s=3.0)
@@ -343,7 +344,7 @@ def come_to_a_move(lost: int) -> None:
     with StageTimer()("rollout"):
         if run.cluster.index == lost:
             time.sleep(1000)
-        placement.sessions.move(session)
+        move_session(placement, session)
 
 
 @pytest.mark.slow

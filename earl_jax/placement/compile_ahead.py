@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from earl_jax.launch.cluster import Cluster
+from earl_jax.placement.moves import tail_plan
 from earl_jax.placement.packing import plan_of_shape, shape_ahead
 from earl_jax.placement.placement import MayTry, Placement
 from earl_jax.placement.stages import lower_round, lower_update
@@ -31,12 +32,9 @@ Lower = Callable[[], Any]
 
 
 def wanted_programs(placement: Placement, history: LoadHistory) -> dict[str, Lower]:
-    """Returns programs that may be needed soon, most urgent first, by `key_of` their plans.
-
-    Of several processes only those that this one runs alone.
-    """
+    """Returns programs that may be needed soon, most urgent first, by `key_of` their plans."""
     load, plans, programs = history.recent(), list[tuple[Plan, int]](), dict[str, Lower]()
-    if (tail := placement.sessions.tail_plan(load)) is not None:
+    if (tail := tail_plan(placement, load)) is not None:
         plans.append((tail, placement.max_tokens))
     plans += _next_bucket(placement, load)
     plans += promising_plans(placement, load)
@@ -111,10 +109,7 @@ class CompileAhead:
     """A thread that compiles. To be closed: XLA must not outlive the process."""
 
     def __init__(self, say: Callable[[str], None], *, is_on: bool = True) -> None:
-        """Starts no thread yet; `say` reports programs that could not be compiled.
-
-        If `is_on`, `look` requests programs.
-        """
+        """Starts no thread yet; `look` requests programs if `is_on`, `say` reports failures."""
         self._say, self.is_on = say, is_on
         self._pool = ThreadPoolExecutor(1, "compile-ahead")
         self._thread: threading.Thread | None = None
@@ -170,10 +165,7 @@ class CompileAhead:
         return waited + self._clock.take(but=self._thread)
 
     def take_compiles(self) -> int:
-        """Returns the number of programs that the run compiled or loaded since the last call.
-
-        Those that were compiled here are not among them.
-        """
+        """Returns the number of programs that the run itself compiled or loaded since then."""
         return self._clock.take_number(but=self._thread)
 
     def settle(self) -> None:

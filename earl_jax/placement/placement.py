@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Placement: the plans in use, the moves of the trainer's state, recovery from a lack of memory.
-
-The selector decides (selector/choose.py). Moves are in moves.py.
-"""
+"""Placement: the plans in use, what is known of plans, and recovery from a lack of memory."""
 
 import contextlib
 import dataclasses
@@ -16,7 +13,6 @@ import jax
 
 from earl_jax.dispatch.packing import Shape, ShapeHistory
 from earl_jax.launch.distributed import RestartNeeded
-from earl_jax.placement.moves import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.rollout.end import RolloutShort, Shortage
 from earl_jax.rollout.events import Events
@@ -90,7 +86,8 @@ class Placement:
         # The bucket of a rollout that ran out of memory: it is played again from the start.
         self.outgrown = 0
         self.backup = StateBackup(stages.cluster.count == 1 and stages.problem.holds_backup)
-        self.sessions = Sessions(stages, self)
+        # Rounds that the run has played, by `key_of`: other programs are compiled first.
+        self.played = set[str]()
         # Where a run's choices are noted, or come again in a replay.
         self.events = Events()
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
@@ -325,10 +322,7 @@ class Placement:
     def candidates(
         self, load: Load | None, caution: float = 1.0, may_try: MayTry | None = None
     ) -> Candidates:
-        """Returns the candidates by what is known now; computed bytes count `caution` times.
-
-        Episodes are expected to be as in `load`.
-        """
+        """Returns the candidates by what is known now; the arguments are theirs."""
         return Candidates(self.problem, self.table, caution, may_try, load)
 
     @property

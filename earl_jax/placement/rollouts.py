@@ -12,6 +12,7 @@ import jax
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Session
 from earl_jax.models.parameters import Params
+from earl_jax.placement.moves import grow_noted, open_session, shrink_noted
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Actor
 from earl_jax.rollout.end import End, Stopped
@@ -46,14 +47,14 @@ def play(
 
     All that depends on time is noted in `events`; None: it is noted nowhere.
     """
-    sessions, noted = placement.sessions, events or Events()
+    noted = events or Events()
     return actor.play(
         session,
         tasks,
         share,
         sampling=sampling,
-        grow=functools.partial(sessions.grow_noted, load=load, events=noted),
-        shrink=functools.partial(sessions.shrink_noted, load=load, events=noted),
+        grow=functools.partial(grow_noted, placement, load=load, events=noted),
+        shrink=functools.partial(shrink_noted, placement, load=load, events=noted),
         events=noted,
     )
 
@@ -158,7 +159,7 @@ def play_batches(
 
         def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> _Batch:
             with moving() if beside_live else contextlib.nullcontext():
-                session, _ = placement.sessions.open(params, version=version)
+                session, _ = open_session(placement, params, version=version)
                 own, played = play_all(actor, placement, session, batch, load, sampling)
             # Not the rollout, whose session would be there beside the next.
             return played.outcomes, own.trajectories if own else []

@@ -24,7 +24,7 @@ from earl_jax.engine.engine import Policy, Session, empty_session
 from earl_jax.engine.pages import Pool, dense_pool
 from earl_jax.engine.relocation import relocate
 from earl_jax.models.layer_groups import pages_for
-from earl_jax.placement.moves import move_state
+from earl_jax.placement.moves import move_state, open_session
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all
 from earl_jax.run.build import Run
@@ -48,7 +48,7 @@ def rollout_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
         found: list[Any] = []
 
         def play(placement: Placement = placement, state: Any = state, found: Any = found) -> None:
-            session, _ = placement.sessions.open(run.learner.policy(state), version=0)
+            session, _ = open_session(placement, run.learner.policy(state), version=0)
             found.append(play_all(run.actor, placement, session, tasks, None)[1].stats)
 
         (seconds,) = median_seconds(play, repeats=repeats)

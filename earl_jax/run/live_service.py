@@ -24,7 +24,17 @@ from earl_jax.engine.engine import Session
 from earl_jax.models.engine_parameters import engine_specs
 from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.parameters import parameter_shardings
-from earl_jax.placement.moves import move_state, note_plans, restore_plans
+from earl_jax.placement.moves import (
+    grow_noted,
+    move_back,
+    move_session,
+    move_state,
+    note_plans,
+    open_session,
+    publish_policy,
+    restore_plans,
+    shrink_noted,
+)
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Actor
 from earl_jax.rollout.event_files import Begun
@@ -135,7 +145,7 @@ class LiveService:
         if service.session.engine is not self._stages.engines.engine(*self._where):
             # The last episodes of the step before have moved; new weights come behind the way back.
             service.release_weights()
-            service.move(self._placement.sessions.move_back(service.session))
+            service.move(move_back(self._placement, service.session))
 
     def expected_load(self, position: Position) -> Load | None:
         """Returns the load to choose plans by; the split of the devices by the mean of steps."""
@@ -161,7 +171,7 @@ class LiveService:
             restore_plans(placement)
             note_plans(placement, version)
             self._sum_up(params, *self._mesh_and_slots())
-            session, num_bytes = placement.sessions.open(params, version)
+            session, num_bytes = open_session(placement, params, version)
             self._where = self._mesh_and_slots()
             if session is not None:
                 self.service = self._open(session, position)
@@ -172,7 +182,7 @@ class LiveService:
         mesh, num_slots = self._where
         self._sum_up(params, mesh, num_slots)
         engine = self._stages.engines.engine(mesh, num_slots)
-        policy, num_bytes = placement.sessions.publish(engine, mesh, params, version)
+        policy, num_bytes = publish_policy(placement, engine, mesh, params, version)
         if self.service is not None:
             self.groups.publish(version)
             recompute = self._settings.kv == "recompute"
@@ -256,14 +266,14 @@ class LiveService:
         return service
 
     def _grow(self, session: Session, tokens: int, pages: int) -> Session:
-        sessions, events = self._placement.sessions, self._events
-        grown = sessions.grow_noted(session, tokens, pages, self._load, events)
+        placement, events = self._placement, self._events
+        grown = grow_noted(placement, session, tokens, pages, self._load, events)
         self._where = self._mesh_and_slots()
         return grown
 
     def _shrink(self, session: Session, live: int, longest: int) -> Session:
-        sessions, events = self._placement.sessions, self._events
-        return sessions.shrink_noted(session, live, longest, self._load, events)
+        placement, events = self._placement, self._events
+        return shrink_noted(placement, session, live, longest, self._load, events)
 
     # What a step takes.
 
@@ -341,7 +351,7 @@ class LiveService:
             if placement.rollout.mesh.num_devices > self._where[0].num_devices:
                 # The trainer leaves the devices first that the episodes move to.
                 state = move_state(placement, state, to_play=True)
-            session = placement.sessions.move(service.session)
+            session = move_session(placement, service.session)
             is_short = any_of(session is None, "the move of live episodes")
             if session is None or is_short:
                 session = None
@@ -388,10 +398,10 @@ class LiveService:
 
     def _follow(self, service: RolloutService) -> None:
         """Moves live episodes to the mesh to which those of another process have grown."""
-        sessions, log = self._placement.sessions, self._placement.log
+        placement = self._placement
         try:
-            if (session := sessions.move(service.session)) is None:
-                raise BudgetTooSmall(log.failures[-1])
+            if (session := move_session(placement, service.session)) is None:
+                raise BudgetTooSmall(placement.log.failures[-1])
             service.move(session)
         except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
             self.error = error

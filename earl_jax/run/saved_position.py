@@ -145,7 +145,7 @@ def _restore(
         table = _table_of(ThroughputTable.from_dict(saved["throughput"]), kept, say)
         placement = Placement(run.stages, table, say)
         placement.restore(saved["placement"])
-        placement.sessions.played.update(saved.get("played", ()))
+        placement.played.update(saved.get("played", ()))
     except InputError as error:
         raise InputError(
             f"the checkpoint of step {step} is whole, and this version of earl_jax does not know "

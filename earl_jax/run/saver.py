@@ -100,7 +100,7 @@ def save(
             "averages": dict(position.averages),
             # Pairs, whose order is kept.
             "lengths": list(position.lengths.items()),
-            "played": sorted(placement.sessions.played),
+            "played": sorted(placement.played),
             **({"base_fingerprint": prints[0]} if prints else {}),
         },
         rating,

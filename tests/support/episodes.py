@@ -169,7 +169,7 @@ def tictactoe(task: Task):
 
 @dataclasses.dataclass
 class GrowPool:
-    """Grows the session as `placement.sessions.grow` does on the same mesh; records the calls.
+    """Grows the session as `grow_session` does on the same mesh; records the calls.
 
     Pages come by the dozen; at most `most_pages` a row shard, as where the budget is reached.
     """

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from earl_jax.engine.engine import Session
 from earl_jax.loop import rl_step
-from earl_jax.placement.moves import move_state
+from earl_jax.placement.moves import move_state, open_session
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.task import Task
@@ -193,7 +193,7 @@ def seated(settings: Mapping[str, Any]) -> tuple[Run, Session, Placement]:
     """Returns a Run of these settings, the first session of its rollout, and the Placement."""
     world = build_run(make_config(settings))
     placement, position = begin(world)
-    session, _ = placement.sessions.open(world.learner.policy(position.state), version=0)
+    session, _ = open_session(placement, world.learner.policy(position.state), version=0)
     assert session is not None
     return world, session, placement
 
