@@ -295,9 +295,9 @@ def test_rollout_meshes_are_inside_processes_or_span_all():
     named = 'selector.rollout_meshes=("data=2,tensor=8",)'
     with pytest.raises(ValueError, match='over the 4 processes, and .*"queue" .* take "fifo"'):
         problem_on("v5e:4x4", *overrides, named, "rollout.order=queue", vocab_size=128_256)
-    with pytest.raises(ValueError, match="num_processes is 3, which does not divide the 8 dev"):
+    with pytest.raises(ValueError, match="num_processes is 3 .*, which does not divide the 8 dev"):
         problem_on("cpu:8", "distributed.num_processes=3")
-    with pytest.raises(ValueError, match="^4 hosts, .* do not divide the 15 devices of v5e:3x5"):
+    with pytest.raises(ValueError, match="num_processes is 4 .* divide the 15 devices of v5e:3x5"):
         problem_on("v5e:3x5")
 
 

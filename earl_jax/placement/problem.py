@@ -260,18 +260,11 @@ def with_splits(problem: Problem) -> Problem:
             obstacles.append(f"{split} to play: {error}")
     if not found:
         why = "; ".join(obstacles[:2]) or "each process needs at least two"
-        instead = (
-            "make config.rollout.num_slots and episodes_per_step multiples of more numbers, such as"
-            " 12"
-        )
-        if problem.rollout_meshes_named or problem.train_meshes_named:
-            instead = (
-                "name meshes of both stages that have these devices together, or leave out "
-                "config.selector.rollout_meshes and train_meshes"
-            )
         raise InputError(
             f"config.devices.num_rollout is 'auto', and no split of {number} devices gives both "
-            f"stages a mesh ({why}): {instead}, or give the number of devices that play"
+            f"stages a mesh ({why}): make config.rollout.num_slots and episodes_per_step multiples "
+            "of more numbers, such as 12, leave out config.selector.rollout_meshes and "
+            "train_meshes, or give the number of devices that play"
         )
     for stage, named, counts in (
         ("rollout", problem.rollout_meshes_named, found),
@@ -327,12 +320,10 @@ def planned_problem(
     """
     num_processes = config.distributed.num_processes or hardware.num_hosts
     if hardware.num_devices % num_processes:
-        count = f"{num_processes} hosts, with a process each, do"
-        if config.distributed.num_processes:
-            count = f"config.distributed.num_processes is {num_processes}, which does"
         raise InputError(
-            f"{count} not divide the {hardware.num_devices} devices of {hardware.name}; name a "
-            "topology of whole hosts, or set config.distributed.num_processes to a divisor"
+            f"config.distributed.num_processes is {num_processes} (0: one a host), which does not "
+            f"divide the {hardware.num_devices} devices of {hardware.name}; name a topology of "
+            "whole hosts, or set it to a divisor"
         )
     given, each = config.devices.num_rollout, hardware.num_devices // num_processes
     if given != "auto" and given >= hardware.num_devices:

@@ -12,14 +12,7 @@ from earl_jax.sharding.plan_text import bytes_text
 
 
 class BudgetTooSmall(InputError):
-    """Raised where no plan fits the budget; the message names the smallest that would.
-
-    Its argument is the message, or a function that is called where the message is read.
-    """
-
-    def __str__(self) -> str:
-        (words,) = self.args
-        return words if isinstance(words, str) else words()
+    """Raised where no plan fits the budget; the message names the smallest that would."""
 
 
 def reason_of(
@@ -75,17 +68,11 @@ def step_too_small(
     candidates: Candidates, max_tokens: int, length: int, residents: Sequence[tuple[int, bool]]
 ) -> BudgetTooSmall:
     """Returns the error where no rollout fits beside one of `residents`; () if no trainer fits."""
-
-    def words() -> str:
-        if not residents:
-            return str(too_small(candidates, "training", candidates.train(length), length))
-        resident, offload = min(residents)
-        found = candidates.rollouts(max_tokens, 0, 0.0, offload=offload)
-        what = "a rollout beside the trainer"
-        return str(too_small(candidates, what, found, max_tokens, resident))
-
-    # Later: a search for the smallest hardware would spend half of its time on words unread.
-    return BudgetTooSmall(words)
+    if not residents:
+        return too_small(candidates, "training", candidates.train(length), length)
+    resident, offload = min(residents)
+    found = candidates.rollouts(max_tokens, 0, 0.0, offload=offload)
+    return too_small(candidates, "a rollout beside the trainer", found, max_tokens, resident)
 
 
 def too_small(
