@@ -94,8 +94,7 @@ class Placement:
         self.about_to_use: Callable[[str], None] = lambda key: None
         self.is_compiled: Callable[[str], bool] = lambda key: False
         # CompileAhead.may_try: a plan that never ran may be tried, as nobody waits for its program.
-        # On CPUs, whose compiler takes its time from the steps in any case, all may be. None:
-        # nothing is tried, as of several processes.
+        # On CPUs all may be. None: nothing is tried, as of several processes.
         is_cpu = stages.problem.hardware.platform == "cpu" and stages.cluster.count == 1
         self.may_try: MayTry | None = (lambda plan, tokens: True) if is_cpu else None
         # Steps that the run has left; None: not known.

@@ -39,17 +39,15 @@ class Step:
     Attributes:
         max_tokens: context bucket of the rollout's episodes.
         length: context bucket of the training rows.
-        cache_tokens: tokens that the KV cache has to hold at once over all row shards; with fewer
-            pages episodes wait. None: all slots' episodes at their longest.
+        cache_tokens: tokens that the KV cache has to hold at once over all row shards; None: those
+            of all slots' episodes at their longest.
         rollout_tokens: tokens to be sampled.
         lasts: steps that a choice lasts, over which a switch is spread.
         is_new: contexts were never so long, so that other programs are needed anyway.
         compile_s: seconds of waiting for the program of a plan that never ran; spread likewise.
         keeps_slots: live episodes sit in the slots and the pages of the plan in use.
-        live: so many episodes are under way at once, on average or in the tail of a rollout; None:
-            as many as there are slots.
-        move_s: returns the seconds of moving a rollout to another mesh; infinite where it stays
-            on its own as long as it may.
+        live: so many episodes are under way at once, on average or in the tail; None: all slots.
+        move_s: returns the seconds of moving a rollout to another mesh; infinite where it may not.
     """
 
     max_tokens: int

@@ -53,10 +53,8 @@ class Problem:
         num_rollout: devices for rollouts only, the others are for training only; 0: all do both.
         splits: the numbers of devices for rollouts that may be chosen, `num_rollout` one of them,
             as many of each process; () where it is fixed, and whole processes play.
-        num_processes: each plays its part of a rollout, or all play together where its mesh spans
-            them (`num_parts`).
-        devices_a_player: rollout devices of each process that plays, where processes may have
-            unequal numbers; 0: those of all devices that a process has.
+        num_processes: each plays its part of a rollout, or its mesh spans them (`num_parts`).
+        devices_a_player: rollout devices of each process that plays; 0: all devices that it has.
         span_obstacle: why a rollout mesh cannot span the processes, in words; "" where it can.
         can_offload: the optimizer's moments may be in host memory during a rollout.
         can_offload_inputs: layers' inputs may be during an update.
@@ -346,12 +344,11 @@ class Problem:
 
         A row shard has pages for `rows` of its slots: 16 slots with pages for 7 run as 7, 7 and 2.
         """
-        work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
         times, left = divmod(num_slots // mesh.data, rows)
-        hardware = self._hardware_of(mesh)
-        seconds = times * token_s(hardware, self.sizes, work, mesh, rows, max_tokens)
+        live, rest = rows * mesh.data, left * mesh.data
+        seconds = times * self.live_token_s(mesh, num_slots, live, max_tokens, appended)
         if left:
-            seconds += token_s(hardware, self.sizes, work, mesh, left, max_tokens)
+            seconds += self.live_token_s(mesh, num_slots, rest, max_tokens, appended)
         return num_slots / seconds
 
     @functools.cache  # noqa: B019
