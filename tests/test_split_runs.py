@@ -185,7 +185,7 @@ def check_moves() -> list[int]:
     stays, goes = Steps(world), Steps(world)
     for split, rollout, training in ((4, R4, T4), (6, R6, T2), (2, R2, T6), (6, R2, T6)):
         if len(goes.records) == 3 and world.cluster.index == world.cluster.count - 1:
-            moves._relocate = short
+            moves.relocate_session = short
         there, here = stays.take(4), goes.take(split)
         assert stays.meshes == (R4, T4) and goes.meshes == (rollout, training)
         assert tokens_of(here) == tokens_of(there)
@@ -217,7 +217,7 @@ def test_both_stages_stay_where_memory_is_too_short_for_the_move(world, two_roun
     for split in (4, 6):
         stays.take(4)
         with monkeypatch.context() as patch:
-            patch.setattr(moves, "_relocate", short)
+            patch.setattr(moves, "relocate_session", short)
             tries.take(split)
     assert tries.meshes == (R4, T4)
     assert any("too little memory" in each for each in tries.placement.log.failures)

@@ -182,7 +182,7 @@ def grow_session(
         # Nothing is donated: where memory was short the live episodes are still there.
         placement.plans = placement.plans._replace(rollout=here)
         placement.choose(step, only="rollout")
-        move = functools.partial(_relocate, placement, session, placement.rollout)
+        move = functools.partial(relocate_session, placement, session, placement.rollout)
         grown = placement.attempt("rollout", move, live=True)
     return grown
 
@@ -236,13 +236,8 @@ def grow_as(placement: Placement, session: Session, then: dict[str, Any]) -> Ses
     """
     placement.restore(then)
     placement.outgrown, placement.tail = placement.max_tokens, None
-    move = functools.partial(_relocate, placement, session, placement.rollout)
+    move = functools.partial(relocate_session, placement, session, placement.rollout)
     return placement.attempt("rollout", move, live=True)
-
-
-def move_back(placement: Placement, session: Session) -> Session:
-    """Moves a session from the plan for its last episodes to that in use, if memory holds both."""
-    return _relocate(placement, session, placement.rollout)
 
 
 def move_session(
@@ -250,7 +245,7 @@ def move_session(
 ) -> Session | None:
     """Moves live episodes to a plan, by default that in use; None where memory is too short."""
     plan, moved = plan or placement.rollout, None
-    move = functools.partial(_relocate, placement, session, plan)
+    move = functools.partial(relocate_session, placement, session, plan)
     with contextlib.suppress(BudgetTooSmall):
         moved = placement.attempt(None, move, live=True)
     if moved is None:
@@ -325,7 +320,7 @@ def tail_plan(placement: Placement, load: Load | None) -> RolloutPlan | None:
     return choice and choice.plan
 
 
-def _relocate(placement: Placement, session: Session, plan: RolloutPlan) -> Session:
+def relocate_session(placement: Placement, session: Session, plan: RolloutPlan) -> Session:
     """Moves live episodes to the mesh and pages of a plan; `session` stays as it is.
 
     Raises BudgetTooSmall where the plan has too few pages for them.

@@ -95,8 +95,10 @@ class Placement:
         self.is_compiled: Callable[[str], bool] = lambda key: False
         # CompileAhead.may_try: a plan that never ran may be tried, as nobody waits for its program.
         # On CPUs all may be. None: nothing is tried, as of several processes.
-        is_cpu = stages.problem.hardware.platform == "cpu" and stages.cluster.count == 1
-        self.may_try: MayTry | None = (lambda plan, tokens: True) if is_cpu else None
+        is_cpu = stages.problem.hardware.platform == "cpu"
+        tries_all = is_cpu and stages.cluster.count == 1
+        self.may_try: MayTry | None = (lambda plan, tokens: True) if tries_all else None
+        self._sure = SURE_ON_CPU if is_cpu else SURE
         # Steps that the run has left; None: not known.
         self.steps_left: int | None = None
         self.log = SwitchLog()
@@ -323,10 +325,6 @@ class Placement:
     ) -> Candidates:
         """Returns the candidates by what is known now; the arguments are theirs."""
         return Candidates(self.problem, self.table, caution, may_try, load)
-
-    @property
-    def _sure(self) -> float:
-        return SURE_ON_CPU if self.problem.hardware.platform == "cpu" else SURE
 
     def _compiled(self, decision: Decision) -> bool:
         """Compiles the programs in doubt for their bytes; returns True if there were any."""

@@ -26,12 +26,12 @@ from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.parameters import parameter_shardings
 from earl_jax.placement.moves import (
     grow_noted,
-    move_back,
     move_session,
     move_state,
     note_plans,
     open_session,
     publish_policy,
+    relocate_session,
     restore_plans,
     shrink_noted,
 )
@@ -145,7 +145,8 @@ class LiveService:
         if service.session.engine is not self._stages.engines.engine(*self._where):
             # The last episodes of the step before have moved; new weights come behind the way back.
             service.release_weights()
-            service.move(move_back(self._placement, service.session))
+            placement = self._placement
+            service.move(relocate_session(placement, service.session, placement.rollout))
 
     def expected_load(self, position: Position) -> Load | None:
         """Returns the load to choose plans by; the split of the devices by the mean of steps."""
