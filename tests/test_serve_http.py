@@ -436,6 +436,17 @@ BAD = {
         400,
         "structured_outputs.json is not known here; known are choice",
     ),
+    "choices and a demanded call": (
+        CHAT,
+        {
+            "messages": USER,
+            "tools": [{"type": "function", "function": {"name": "add"}}],
+            "tool_choice": "required",
+            "structured_outputs": {"choice": ["a", "b"]},
+        },
+        400,
+        "structured_outputs restricts the reply, and tool_choice demands a call",
+    ),
     "no path": ("/v1/embeddings", {}, 404, "there is no /v1/embeddings here; there are /health"),
 }
 

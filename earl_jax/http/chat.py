@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from earl_jax.http.fields import SAMPLING, check_names, read_text, shown, take
+from earl_jax.http.fields import SAMPLING, STRUCTURED, check_names, read_text, shown, take
 from earl_jax.http.server import HttpError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -66,6 +66,12 @@ def demanded_call(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]])
     choice = fields.get("tool_choice", "auto")
     if choice in ("auto", "none"):
         return None
+    if STRUCTURED in fields:
+        raise HttpError(
+            400,
+            f"{STRUCTURED} restricts the reply, and tool_choice demands a call; send one of them",
+            "tool_choice",
+        )
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required" and names:
         return ""
