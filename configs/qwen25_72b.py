@@ -14,20 +14,20 @@ uv run python -m earl_jax.plan --config=configs/qwen25_72b.py \
 
   context  train                    micro-batches  rollout            a step
     2,048  data=1,fsdp=128                      1  data=16,tensor=8     67 s
-    4,096  data=1,fsdp=128                      2  data=16,tensor=8    142 s
-    8,192  data=1,fsdp=128                      4  data=16,tensor=8    315 s
-   16,384  data=1,fsdp=128                      8  data=16,tensor=8    760 s
-   32,768  data=1,fsdp=32,tensor=4             32  data=16,tensor=8  2,809 s
+    4,096  data=1,fsdp=128                      1  data=16,tensor=8    141 s
+    8,192  data=1,fsdp=128                      2  data=16,tensor=8    315 s
+   16,384  data=1,fsdp=128                      4  data=16,tensor=8    760 s
+   32,768  data=1,fsdp=128                      8  data=16,tensor=8  2,040 s
 
 uv run python -m earl_jax.plan --config=configs/qwen25_72b.py \
   --topology=v5p:4x4x8 --config.model.path= --config.model.preset=qwen2.5-72b
 
   context  train                              micro-batches  rollout            a step
-    2,048  data=1,fsdp=128                                1  data=16,tensor=8     81 s
-    4,096  data=1,fsdp=128                                1  data=16,tensor=8    172 s
-    8,192  data=1,fsdp=128                                4  data=16,tensor=8    386 s
-   16,384  data=1,fsdp=128                                8  data=16,tensor=8    942 s
-   32,768  data=1,fsdp=128                                8  data=16,tensor=8  2,586 s
+    2,048  data=1,fsdp=128                                1  data=16,tensor=8     80 s
+    4,096  data=1,fsdp=128                                1  data=16,tensor=8    171 s
+    8,192  data=1,fsdp=128                                4  data=16,tensor=8    384 s
+   16,384  data=1,fsdp=128                                8  data=16,tensor=8    939 s
+   32,768  data=1,fsdp=32,context=2,tensor=2             32  data=16,tensor=8  2,589 s
 """
 
 from ml_collections import ConfigDict

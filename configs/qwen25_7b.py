@@ -14,9 +14,9 @@ uv run python -m earl_jax.plan --config=configs/qwen25_7b.py \
 
   context  train          micro-batches  rollout          a step
     1,024  data=1,fsdp=8              2  data=2,tensor=4    14 s
-    2,048  data=1,fsdp=8              4  data=2,tensor=4    31 s
-    4,096  data=1,fsdp=8              4  data=2,tensor=4    72 s
-    8,192  data=1,fsdp=8              8  data=2,tensor=4   186 s
+    2,048  data=1,fsdp=8              2  data=2,tensor=4    31 s
+    4,096  data=1,fsdp=8              2  data=2,tensor=4    72 s
+    8,192  data=1,fsdp=8              4  data=2,tensor=4   186 s
 
 uv run python -m earl_jax.plan --config=configs/qwen25_7b.py \
   --topology=v5e:8x8 --config.model.path= --config.model.preset=qwen2.5-7b

@@ -13,8 +13,8 @@ uv run python -m earl_jax.plan --config=configs/qwen3_30b_a3b.py \
   --topology=h100:2x8 --config.model.path= --config.model.preset=qwen3-30b-a3b
 
   context  train                            micro-batches  rollout                   a step
-    1,024  data=1,fsdp=16                               2  data=2,expert=2,tensor=4    16 s
-    2,048  data=1,fsdp=16                               4  data=2,expert=2,tensor=4    36 s
+    1,024  data=1,fsdp=16                               1  data=2,expert=2,tensor=4    16 s
+    2,048  data=1,fsdp=16                               1  data=2,expert=2,tensor=4    36 s
     4,096  data=1,fsdp=16                               4  data=2,expert=2,tensor=4    90 s
     8,192  data=1,fsdp=16                               8  data=4,tensor=4            215 s
 """

@@ -213,11 +213,12 @@ def assert_round_lowers(config, model, vocab_size, problem, stop, platform):
 def test_docstring_has_the_schedule_of_the_planner(name, topology):
     """Every context fits; the command is in the docstring, and the meshes are what it prints."""
     text = (ROOT / "configs" / f"{name}.py").read_text()
-    assert (
-        f"--topology={topology} --config.model.path= --config.model.preset={CHIPS[name][0]}" in text
-    )
+    command = f"--topology={topology} --config.model.path= --config.model.preset={CHIPS[name][0]}"
+    assert command in text
+    table = text.split(command)[1].split("uv run")[0]
     for stop in schedule_of(name, topology)[2]:
         choice = stop.decision
         assert choice is not None, stop.why
-        row = rf"^ +{stop.context:,} +{choice.train.plan.mesh} .* {choice.rollout.plan.mesh} "
-        assert re.search(row, text, re.MULTILINE), row
+        train, rollout = choice.train.plan, choice.rollout.plan
+        row = rf"^ +{stop.context:,} +{train.mesh} +{train.micro_batches}  {rollout.mesh} "
+        assert re.search(row, table, re.MULTILINE), row
