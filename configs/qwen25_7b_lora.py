@@ -14,7 +14,7 @@ uv run python -m earl_jax.plan --config=configs/qwen25_7b_lora.py \
     1,024  data=1              4  data=1     24 s
     2,048  data=1              4  data=1     53 s
     4,096  data=1              4  data=1    127 s
-    8,192  data=1              8  data=1   337 s
+    8,192  data=1              8  data=1    337 s
 """
 
 from ml_collections import ConfigDict
