@@ -39,7 +39,7 @@ RUN = types.SimpleNamespace(
     stages=types.SimpleNamespace(saved_shardings=None),
 )
 PLACEMENT = types.SimpleNamespace(
-    sessions=types.SimpleNamespace(forget=lambda: None, played=set()),
+    played=set(),
     as_dict=dict,
     table=types.SimpleNamespace(as_dict=dict),
 )

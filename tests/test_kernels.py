@@ -121,7 +121,7 @@ def test_splash_visits_blocks_with_a_document_in_common():
 
 
 def test_triton_reads_blocks_with_a_document_in_common():
-    """Of documents of 256 and 384 tokens the second is not a number, forward and backward."""
+    """The second of two documents is not a number, and touches none of the first."""
     ids = jnp.asarray(np.repeat([[4, 9]], [256, 384], axis=1), jnp.int32)
     is_second = ids > 4
     arrays, _ = make_rows(640)

@@ -120,7 +120,7 @@ def check_reply(task: Task, turn, logits: list[np.ndarray]) -> None:
 
 
 class Client:
-    """What it does before each round, by chance, until so many tokens are sampled."""
+    """Acts before each round, by chance, until so many tokens are sampled."""
 
     def __init__(self, seed: int, num_tokens: int) -> None:
         self.rng, self.num_tokens = random.Random(seed), num_tokens
