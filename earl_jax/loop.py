@@ -181,12 +181,18 @@ def _train_speed(run: Run, update: StepUpdate, timer: StageTimer) -> float | Non
 def _warm_up(
     run: Run, placement: Placement, step: int, state: TrainState, length: int
 ) -> tuple[TrainState, list[Metrics]]:
-    """Makes the supervised updates of a step of the warm start; returns as `sft`."""
+    """Makes the supervised updates of a step of the warm start; returns as `sft`.
+
+    What they lead to is the reference from then on, unless that is a teacher.
+    """
     num_steps = run.config.train.sft_steps
     if step >= num_steps:
         return state, []
     examples = _examples(run, step, run.config.train.sft_updates)
-    return sft(placement, state, examples, length, is_last=step + 1 == num_steps)
+    state, updates = sft(placement, state, examples, length, is_last=step + 1 == num_steps)
+    if not run.config.reference_from:
+        state = run.learner.with_policy_as_reference(state, placement.train.mesh)
+    return state, updates
 
 
 def _examples(run: Run, step: int, updates: int) -> list[list[Ids]]:

@@ -82,6 +82,30 @@ def test_moments_go_and_a_run_goes_on_from_each_step_as_if_it_had_not_stopped(wo
 
 
 @pytest.mark.slow
+def test_the_reference_is_the_policy_behind_the_supervised_steps(tmp_path):
+    """In the compute type, bit for bit, and what a resumed run goes on with; a teacher stays."""
+    given = SETTINGS | {"algorithm_args": {"kl_coefficient": 0.1}}
+    given |= {"checkpoint": {"every_steps": 1, "keep": 5}}
+    given["model"] = TINY | {"compute_dtype": "bfloat16"}
+    train(make_config(given), tmp_path / "run")
+    states = [final_state(tmp_path / "run", step) for step in (1, 2, 3)]
+
+    def rounded(tree):
+        return bits(jax.tree.map(lambda leaf: leaf.astype("bfloat16"), tree))
+
+    first, second, third = (rounded(state["params"]) for state in states)
+    assert [bits(state["reference"]) for state in states] == [first, second, second]
+    assert first != second != third
+    again = cut_off(tmp_path / "run", tmp_path / "again", 2)
+    train(make_config(given), again)
+    assert bits(final_state(again, 3)) == bits(states[2])
+    given["reference_from"] = str(tmp_path / "run")
+    train(make_config(given), tmp_path / "taught")
+    state = final_state(tmp_path / "taught", 3)
+    assert bits(state["reference"]) == third != rounded(state["params"])
+
+
+@pytest.mark.slow
 def test_an_asynchronous_run_ends_its_warm_start_and_goes_on(tmp_path):
     """From its last step with the moments; its batches come in parts, to devices of their own."""
     given = SETTINGS | {

@@ -58,8 +58,9 @@ class Config:
 
     `reference_from` makes a teacher the reference policy of the algorithm: a run of the same model,
     "WORKDIR" or "WORKDIR@STEP", or a checkpoint of `transformers`, as config.model.path, of any
-    size and with the same tokenizer. "": the reference is the policy that the run began with; of
-    adapters it is their base.
+    size and with the same tokenizer. "": the reference is the policy that the run began with, or
+    that the supervised steps of its warm start led to (train.sft_steps); of adapters it is their
+    base.
     """
 
     num_steps: int = 100

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.algorithms.algorithm import Algorithm
@@ -136,6 +137,23 @@ class Learner:
             return absent_tree(self.state_shapes(), self.state_shardings(mesh))
         sizes = (self.model, self.config, self.vocab_size)
         return state_of(params, *sizes, self.layout(mesh), self.seed, self.networks)
+
+    def with_policy_as_reference(self, state: TrainState, mesh: MeshShape) -> TrainState:
+        """Returns the state with a copy of its policy for its reference, which it gives up.
+
+        The same state where it has no reference; adapters have their base instead.
+        """
+        if state.reference is None or not self.trains:
+            return state
+        copy = jax.jit(
+            lambda params, reference: jax.tree.map(
+                lambda leaf, old: jnp.copy(leaf.astype(old.dtype)), params, reference
+            ),
+            out_shardings=self.state_shardings(mesh).reference,
+            donate_argnums=1,
+            keep_unused=True,
+        )
+        return dataclasses.replace(state, reference=copy(state.params, state.reference))
 
     def frozen_base(self, mesh: MeshShape) -> Params:
         """Returns the base of the adapters as the run began with it; None without adapters."""

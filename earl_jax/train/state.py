@@ -38,13 +38,13 @@ class TrainState:
     With `config.lora.rank`, `params` are the adapters alone, and `base` is the frozen model that
     they adapt, on the same mesh. Without adapters `base` is None.
 
-    `reference` is a frozen copy of the first policy, or a teacher, in the compute type: the forward
-    pass rounds every weight to that type first, so that its log-probs are those of the fp32
-    weights. `critic` are the parameters of the value network; `optimizer` is
-    `(of params, of critic)` then. Both are None unless the algorithm needs them (`Networks`). `ema`
-    is the moving average of `params`, None without `config.ema_decay`. `sft_optimizer` is the
-    optimizer state of `params` in the supervised updates of a warm start (`config.sft_steps`), None
-    without one and behind its last step.
+    `reference` is a frozen copy of the first policy, or of that behind a warm start, or a teacher,
+    in the compute type: the forward pass rounds every weight to that type first, so that its
+    log-probs are those of the fp32 weights. `critic` are the parameters of the value network;
+    `optimizer` is `(of params, of critic)` then. Both are None unless the algorithm needs them
+    (`Networks`). `ema` is the moving average of `params`, None without `config.ema_decay`.
+    `sft_optimizer` is the optimizer state of `params` in the supervised updates of a warm start
+    (`config.sft_steps`), None without one and behind its last step.
 
     Some functions return the same record of shapes or of shardings.
     """
