@@ -2,18 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The selector's choice, by hand: fit, speed, switch cost, hysteresis, both stages at once."""
 
+import bisect
 import dataclasses
+import functools
 import itertools
 import math
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from benchmarks.choose import problem_on
-from earl_jax.selector.candidates import Candidates
-from earl_jax.selector.choose import BudgetTooSmall, Step, choose_plans, full_step
-from earl_jax.selector.plans import Failure, Plans
+from earl_jax.selector.candidates import Candidate, Candidates
+from earl_jax.selector.choose import (
+    BudgetTooSmall,
+    Decision,
+    Step,
+    _search,
+    choose_plans,
+    full_step,
+)
+from earl_jax.selector.plans import Failure, Plans, RolloutPlan
 from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, key_of
 from earl_jax.telemetry.load import WINDOW
@@ -606,4 +616,25 @@ def test_choice_for_four_thousand_devices_rates_few_of_its_candidates(monkeypatc
         speed = problem.update_speed(plans.train, 131_072)
         mesh, *way = plans.train
         table = table.with_speed(train_key(mesh, 131_072, *way), speed)
-        assert rated["_train"] < 1200 and rated["_rollout"] < 13_000
+        assert rated["_train"] < 1200 and rated["_rollout"] < 5000
+
+
+def test_rollouts_beside_a_trainer_are_looked_for_at_few_of_its_sizes():
+    """Between two sizes with the same best rollout there is no other, wherever the borders are."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        residents = sorted((int(r), bool(o)) for r, o in rng.integers(0, [500, 2], (120, 2)))
+        borders, asked = sorted(rng.integers(0, 500, 4).tolist()), list[tuple[int, bool]]()
+
+        def beside(resident, offload, borders=borders, asked=asked):
+            asked.append((resident, offload))
+            number = bisect.bisect(borders, resident)
+            if number == len(borders):
+                return []
+            found = Candidate(RolloutPlan(D8, 8, 9 - number, offload), 20, 1, 1, False, 1.0)
+            return [Decision(found, None, 1.0, 1.0, resident)]
+
+        find, expected = _search(beside, residents), functools.partial(beside, asked=[])
+        for key in rng.permutation(len(residents)):
+            assert find(*residents[key]) == expected(*residents[key])
+        assert len(asked) == len(set(asked)) < 60

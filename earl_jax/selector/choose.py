@@ -8,6 +8,7 @@ several splits of the devices that one is taken whose slower stage is the fastes
 2504.15930, section 4.3).
 """
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -309,45 +310,54 @@ def _best(candidates: Candidates, pairs: Sequence[Decision], current: Plans) -> 
 
 
 def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[Decision]:
-    """Returns each training plan that fits with the best rollouts beside it, least cut first.
-
-    Those that cannot be the fastest beside any rollout are left out, but for those on the mesh
-    in use, and for those slower by the hysteresis unless both plans in use fit.
-    """
-    problem, before = candidates.problem, current.train
-    least_s, found = math.inf, list[tuple[int, Decision]]()
-    margin = TIE if before is None else HYSTERESIS
-    trains = _trains(candidates, step, before, problem.budget)
-    plans = [pair.train.plan for pair in trains if pair.train]
-    residents = sorted({key for p in plans for key in _residents(candidates, p, step.length)})
-    beside = functools.cache(functools.partial(_best_beside, candidates, step, current.rollout))
-    # The fastest is beside the fewest bytes that a trainer leaves on the device.
-    each_s = (pair.cost_s for key in residents[:1] for pair in beside(*key))
-    fastest_s = min(each_s, default=math.inf) / (1.0 + TIE)
-
-    def is_elsewhere(alone: Decision) -> bool:
-        return before is None or alone.train is None or alone.train.plan.mesh != before.mesh
-
-    # The mesh in use first.
-    in_order = sorted(enumerate(trains), key=lambda n: (is_elsewhere(n[1]), n[1].cost_s))
-    for index, alone in in_order:
-        train = alone.train
-        assert train is not None
-        if is_elsewhere(alone) and alone.cost_s + fastest_s > (1.0 + margin) * least_s:
-            continue
-        for key in _residents(candidates, train.plan, step.length):
-            away_s = problem.offload_s(train.plan.mesh) if key[1] else 0.0
-            for pair in beside(*key):
-                cost_s = alone.cost_s + away_s + pair.cost_s
+    """Returns each training plan that fits with the best rollouts beside it, least cut first."""
+    problem, found = candidates.problem, list[Decision]()
+    trains = [
+        (alone, _residents(candidates, alone.train.plan, step.length))
+        for alone in _trains(candidates, step, current.train, problem.budget)
+        if alone.train
+    ]
+    residents = sorted({key for _, keys in trains for key in keys})
+    beside = _search(functools.partial(_best_beside, candidates, step, current.rollout), residents)
+    for alone, keys in trains:
+        assert alone.train is not None
+        for resident, offload in keys:
+            away_s = problem.offload_s(alone.train.plan.mesh) if offload else 0.0
+            for pair in beside(resident, offload):
                 seconds = alone.seconds + away_s + pair.seconds
-                least_s = min(least_s, cost_s)
-                both = Decision(pair.rollout, train, seconds, cost_s, key[0])
-                margin = TIE if both.kept(current) == 4 else margin
-                found.append((index, both))
+                cost_s = alone.cost_s + away_s + pair.cost_s
+                found.append(Decision(pair.rollout, alone.train, seconds, cost_s, resident))
     if not found:
         raise step_too_small(candidates, step.max_tokens, step.length, residents)
-    # Of equally good pairs the first is taken: the one that is cut least.
-    return [pair for _, pair in sorted(found, key=lambda each: each[0])]
+    return found
+
+
+def _search(
+    beside: Callable[[int, bool], list[Decision]], residents: Sequence[tuple[int, bool]]
+) -> Callable[[int, bool], list[Decision]]:
+    """Returns the same function, which is called for few of `residents`, the trainer's bytes.
+
+    The more a trainer leaves on the device, the fewer rollouts fit. So between two numbers of bytes
+    beside which the same plans are the best there are no others.
+    """
+    known: dict[bool, list[tuple[int, list[Decision]]]] = {False: [], True: []}
+
+    def find(resident: int, offload: bool) -> list[Decision]:
+        those = known[offload]
+        place = bisect.bisect_left(those, resident, key=lambda each: each[0])
+        if place < len(those) and those[place][0] == resident:
+            return those[place][1]
+        around = [[pair.rollout for pair in pairs] for _, pairs in those[max(0, place - 1) :][:2]]
+        if 0 < place < len(those) and around[0] == around[1]:
+            return [pair._replace(resident=resident) for pair in those[place][1]]
+        those.insert(place, (resident, beside(resident, offload)))
+        return those[place][1]
+
+    for offload in (False, True):
+        own = [key for key in residents if key[1] == offload]
+        for key in {*own[:1], *own[-1:]}:
+            find(*key)
+    return find
 
 
 def _trainings(candidates: Candidates, step: Step, current: Plans) -> list[Decision]:
