@@ -74,7 +74,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument(
         "--check",
         action="store_true",
-        help="look at devices, hosts, links, storage and the first programs, and train nothing",
+        help="look at devices, hosts, links, storage, programs and kernels; train nothing",
     )
     flags, overrides = parse_with_overrides(parser, arguments)
     if flags.init_from is not None:

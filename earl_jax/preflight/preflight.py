@@ -12,8 +12,9 @@ from earl_jax.launch.agreement import check_same
 from earl_jax.launch.cluster import Cluster, find_cluster, processes_only
 from earl_jax.launch.layouts import across_in_words
 from earl_jax.models.checkpoints.hf_read import check_weights
+from earl_jax.placement.placement import Placement
 from earl_jax.placement.stages import compiled_bytes
-from earl_jax.preflight import hosts, links
+from earl_jax.preflight import hosts, kernels, links
 from earl_jax.preflight.storage import check_storage
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run
@@ -59,10 +60,12 @@ def check(config: Config, workdir: Path, *, restart: bool = False) -> None:
     slow, rates = links.misfits(links.links(cluster))
     for line in (*lines, *rates):
         say(line)
-    _check_programs(run, say)
-    if problems or slow:
+    wrong, lines = kernels.misfits(_check_programs(run, say))
+    for line in lines:
+        say(line)
+    if problems or slow or wrong:
         if cluster.is_first:
-            print(f"error: {'; '.join((*problems, *slow))}", file=sys.stderr)
+            print(f"error: {'; '.join((*problems, *slow, *wrong))}", file=sys.stderr)
         sys.exit(1)
     say("all checks passed")
 
@@ -72,8 +75,11 @@ def _first_says(cluster: Cluster) -> Callable[[str], None]:
     return (lambda text: print(f"* {text}", flush=True)) if cluster.is_first else lambda text: None
 
 
-def _check_programs(run: Run, say: Callable[[str], None]) -> None:
-    """Compiles the programs of the first step. Raises ValueError for those over the budget."""
+def _check_programs(run: Run, say: Callable[[str], None]) -> Placement:
+    """Compiles the programs of the first step, and returns the placement with their plans.
+
+    Raises ValueError for those over the budget.
+    """
     placement = new_placement(run, say)
     placement.choose_step(expected_tokens(run.stages.rollout, None), None)
     rollout, train = placement.plans.rollout, placement.train
@@ -106,3 +112,4 @@ def _check_programs(run: Run, say: Callable[[str], None]) -> None:
         if rollout is not None:
             say(f"rollout {across_in_words(layouts.rollout(rollout.mesh), names)}")
         say(f"train {across_in_words(layouts.train(train.mesh), names)}")
+    return placement
