@@ -12,7 +12,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from earl_jax.selector.candidates import TIE, Candidate, Candidates, P
@@ -310,54 +310,71 @@ def _best(candidates: Candidates, pairs: Sequence[Decision], current: Plans) -> 
 
 
 def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[Decision]:
-    """Returns each training plan that fits with the best rollouts beside it, least cut first."""
-    problem, found = candidates.problem, list[Decision]()
-    trains = [
-        (alone, _residents(candidates, alone.train.plan, step.length))
-        for alone in _trains(candidates, step, current.train, problem.budget)
-        if alone.train
-    ]
-    residents = sorted({key for _, keys in trains for key in keys})
+    """Returns training plans that fit, each with the best rollouts beside it, least cut first.
+
+    Those that cannot be the fastest are left out, but for those on the mesh in use, and for those
+    slower by the hysteresis unless both plans in use fit.
+    """
+    problem, before = candidates.problem, current.train
+    trains, found = list[tuple[bool, int, Decision]](), list[tuple[int, Decision]]()
+    for index, alone in enumerate(_trains(candidates, step, before, problem.budget)):
+        is_elsewhere = before is None or alone.train is None or alone.train.plan.mesh != before.mesh
+        trains.append((is_elsewhere, index, alone))
+    plans = [alone.train.plan for *_, alone in trains if alone.train]
+    residents = {key for plan in plans for key in _residents(candidates, plan, step.length)}
     beside = _search(functools.partial(_best_beside, candidates, step, current.rollout), residents)
-    for alone, keys in trains:
-        assert alone.train is not None
-        for resident, offload in keys:
-            away_s = problem.offload_s(alone.train.plan.mesh) if offload else 0.0
-            for pair in beside(resident, offload):
-                seconds = alone.seconds + away_s + pair.seconds
+    least_s, margin = math.inf, TIE if before is None else HYSTERESIS
+    # Those on the mesh in use first.
+    for is_elsewhere, index, alone in sorted(trains, key=lambda each: (each[0], each[2].cost_s)):
+        train = alone.train
+        assert train is not None
+        for resident, offload in _residents(candidates, train.plan, step.length):
+            away_s = problem.offload_s(train.plan.mesh) if offload else 0.0
+            left_s = (1.0 + margin) * least_s - alone.cost_s - away_s
+            for pair in beside(resident, offload, left_s if is_elsewhere else math.inf):
                 cost_s = alone.cost_s + away_s + pair.cost_s
-                found.append(Decision(pair.rollout, alone.train, seconds, cost_s, resident))
+                seconds = alone.seconds + away_s + pair.seconds
+                least_s = min(least_s, cost_s)
+                both = Decision(pair.rollout, train, seconds, cost_s, resident)
+                margin = TIE if both.kept(current) == 4 else margin
+                found.append((index, both))
     if not found:
-        raise step_too_small(candidates, step.max_tokens, step.length, residents)
-    return found
+        raise step_too_small(candidates, step.max_tokens, step.length, sorted(residents))
+    # Of equally good pairs the first is taken.
+    return [pair for _, pair in sorted(found, key=lambda each: each[0])]
 
 
 def _search(
-    beside: Callable[[int, bool], list[Decision]], residents: Sequence[tuple[int, bool]]
-) -> Callable[[int, bool], list[Decision]]:
-    """Returns the same function, which is called for few of `residents`, the trainer's bytes.
+    best: Callable[[int, bool], list[Decision]], residents: Iterable[tuple[int, bool]]
+) -> Callable[[int, bool, float], list[Decision]]:
+    """Returns the best rollouts beside each of `residents`, bytes of a trainer, in few calls.
 
     The more a trainer leaves on the device, the fewer rollouts fit. So between two numbers of bytes
-    beside which the same plans are the best there are no others.
+    with the same best rollouts there are no others. And they are no faster than those beside fewer
+    bytes: where these take more than the seconds given, none are returned.
     """
     known: dict[bool, list[tuple[int, list[Decision]]]] = {False: [], True: []}
 
-    def find(resident: int, offload: bool) -> list[Decision]:
+    def beside(resident: int, offload: bool, most_s: float = math.inf) -> list[Decision]:
         those = known[offload]
         place = bisect.bisect_left(those, resident, key=lambda each: each[0])
-        if place < len(those) and those[place][0] == resident:
-            return those[place][1]
-        around = [[pair.rollout for pair in pairs] for _, pairs in those[max(0, place - 1) :][:2]]
-        if 0 < place < len(those) and around[0] == around[1]:
-            return [pair._replace(resident=resident) for pair in those[place][1]]
-        those.insert(place, (resident, beside(resident, offload)))
+        below, above = those[max(0, place - 1) : place], those[place : place + 1]
+        if above and above[0][0] == resident:
+            return above[0][1]
+        if below and min((pair.cost_s for pair in below[0][1]), default=math.inf) > most_s:
+            return []
+        if below and above:
+            (_, fewer), (_, more) = *below, *above
+            if [pair.rollout for pair in fewer] == [pair.rollout for pair in more]:
+                return [pair._replace(resident=resident) for pair in more]
+        those.insert(place, (resident, best(resident, offload)))
         return those[place][1]
 
     for offload in (False, True):
-        own = [key for key in residents if key[1] == offload]
-        for key in {*own[:1], *own[-1:]}:
-            find(*key)
-    return find
+        own = sorted(key for key in residents if key[1] == offload)
+        for key in own[:1] + own[-1:]:
+            beside(*key)
+    return beside
 
 
 def _trainings(candidates: Candidates, step: Step, current: Plans) -> list[Decision]:
