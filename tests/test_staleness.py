@@ -48,11 +48,15 @@ def test_in_order_takes_the_oldest_tasks_when_all_of_them_are_over():
     assert choose_groups("in_order", groups[:1], 2, 1, 2) is None
 
 
-@pytest.mark.parametrize("rule", ["admission", "mask", "drop"])
-def test_the_first_that_finished_are_taken(rule):
-    groups = [Group(4, 0, 7), Group(5, 1, 2), Group(6, 0, None), Group(7, 2, 5)]
-    assert numbers(choose_groups(rule, groups, 2, 1, 2)) == [5, 7]
-    assert choose_groups(rule, groups, 2, 1, 4) is None
+@pytest.mark.parametrize("rule", ["admission", "mask", "drop", "wait"])
+def test_the_oldest_finished_groups_are_taken_and_of_these_the_first_that_finished(rule):
+    """With a bound of 9 nothing is due yet. In 8 all episodes failed before their first token."""
+    groups = [Group(4, 0, 7), Group(5, 1, 2), Group(6, 0, None), Group(7, 1, 1), Group(9, 2, 0)]
+    assert numbers(choose_groups(rule, groups, 2, 9, 1)) == [4]
+    assert numbers(choose_groups(rule, groups, 2, 9, 2)) == [4, 7]
+    assert numbers(choose_groups(rule, groups, 2, 9, 3)) == [4, 5, 7]
+    assert numbers(choose_groups(rule, [*groups, Group(8, None, 9)], 2, 9, 2)) == [4, 8]
+    assert choose_groups(rule, groups, 2, 9, 5) is None
 
 
 def test_groups_that_would_be_too_old_later_are_waited_for():
@@ -66,7 +70,7 @@ def test_groups_that_would_be_too_old_later_are_waited_for():
     later = [Group(0, 3, None), Group(1, 3, 4), Group(2, None, None)]
     assert numbers(choose_groups("wait", later, 3, 1, 1)) == [1]
     assert choose_groups("wait", [Group(0, 3, None), Group(1, 3, None)], 3, 1, 1) is None
-    # Three are due by the next step, which can take two: the first that finished go now.
+    # Three are due by the next step, which can take two; of the same version two are finished.
     three = [Group(0, 3, None), Group(1, 3, 4), Group(2, 3, 5)]
     assert numbers(choose_groups("wait", three, 3, 1, 2)) == [1, 2]
 
@@ -79,11 +83,11 @@ def test_groups_beyond_the_bound():
 
 
 def test_groups_are_taken_again_where_too_few_are_finished():
-    """Group 6 finished before 4, and both are open; 1 to 3 were used once, once and twice."""
+    """Group 6 finished before 4, which is older; 1 to 3 were used once, once and twice."""
     groups = [Group(4, 0, 3), Group(5, 1, None), Group(6, 1, 1)]
     kept, uses = [Group(1, 0, 0), Group(2, 0, 2), Group(3, 0, 4)], {1: 1, 2: 1, 3: 2}
     choose = choose_with_reuse
-    assert numbers(choose(groups, kept, uses, 1, 3)) == [6]
+    assert numbers(choose(groups, kept, uses, 1, 3)) == [4]
     assert numbers(choose(groups, kept, uses, 2, 3)) == [4, 6]
     # The least used first, and of these the one that finished last.
     assert numbers(choose(groups, kept, uses, 3, 3)) == [2, 4, 6]

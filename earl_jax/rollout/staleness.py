@@ -28,12 +28,11 @@ class AsynchronyConfig:
     more updates.
 
     `rule` says which groups of episodes a step takes. "in_order": those of its own tasks, as a
-    synchronous run does; nothing is dropped and no token is beyond the bound. "wait": those that
-    finished first, but it waits for groups that would be beyond the bound later. "drop": those that
-    finished first; groups beyond the bound are given up. "mask": those that finished first, with
-    the loss of tokens beyond the bound left out. "admission": those that finished first, also
-    beyond the bound, as AReaL does. What "drop" gave up, and how many tokens "admission" trained on
-    beyond the bound, is printed at the end of a run.
+    synchronous run does; nothing is dropped and no token is beyond the bound. The others take
+    finished groups, the oldest first. "wait" waits for groups that would be beyond the bound later.
+    "drop" gives up groups beyond the bound. "mask" leaves the loss of tokens beyond the bound out.
+    "admission" trains on them too, as AReaL does. What "drop" gave up, and how many tokens
+    "admission" trained on beyond the bound, is printed at the end of a run.
 
     `kv` is what live episodes do when the weights change. "recompute": they read all of their
     tokens again, so that log-probs are those of the new weights. "keep": they attend to what the
@@ -147,7 +146,7 @@ def choose_groups(
         chosen = _due(groups, version, max_staleness, size) if rule == "wait" else []
         taken = {group.number for group in chosen}
         rest = [g for g in groups if g.finished is not None and g.number not in taken]
-        chosen += sorted(rest, key=_finish)[: size - len(chosen)]
+        chosen += sorted(rest, key=_age)[: size - len(chosen)]
     if len(chosen) < size or any(group.finished is None for group in chosen):
         return None
     return sorted(chosen)
@@ -158,14 +157,14 @@ def choose_with_reuse(
 ) -> list[Group] | None:
     """Returns the `size` groups that a step trains on with the rule "drop" and reuse, by number.
 
-    The open ones that finished first, and as far as too few are finished, `kept` ones: those that
-    were used the least, of these the ones that finished last. None where the finished ones are
-    less than a `reuse`-th of the step, or all together are too few.
+    The oldest finished ones, and as far as too few are finished, `kept` ones: those that were used
+    the least, of these the ones that finished last. None where the finished ones are less than a
+    `reuse`-th of the step, or all together are too few.
 
     Example: size 3, reuse 2: it takes two new ones and one again, but not one and two.
     """
     finished = [group for group in groups if group.finished is not None]
-    chosen = sorted(finished, key=_finish)[:size]
+    chosen = sorted(finished, key=_age)[:size]
     if len(chosen) * reuse < size:
         return None
     again = sorted(kept, key=lambda group: (uses[group.number], -(group.finished or 0)))
@@ -194,7 +193,7 @@ def _due(groups: Sequence[Group], version: int, max_staleness: int, size: int) -
     for last in sorted({last for last, _ in begun}):
         due = [group for by, group in begun if by <= last]
         now = len(due) - max(0, last - version) * size - len(chosen)
-        left = sorted((g for g in due if g not in chosen), key=_finish)
+        left = sorted((g for g in due if g not in chosen), key=_age)
         chosen += left[: max(0, now)]
     return chosen
 
@@ -202,3 +201,13 @@ def _due(groups: Sequence[Group], version: int, max_staleness: int, size: int) -
 def _finish(group: Group) -> tuple[bool, int, int]:
     """Returns a key by which finished groups come first, in the order in which they finished."""
     return group.finished is None, group.finished or 0, group.number
+
+
+def _age(group: Group) -> tuple[bool, int, int, int]:
+    """Returns a key by which finished groups come first, those with the oldest tokens before all.
+
+    Of these the ones that finished first. A group without tokens, whose episodes all failed, is as
+    old as can be.
+    """
+    is_open, finished, number = _finish(group)
+    return is_open, -1 if group.oldest is None else group.oldest, finished, number
