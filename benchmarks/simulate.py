@@ -627,6 +627,12 @@ TWO_PROCESSES = Measured(
     groups=8,
     group_size=2,
 )
+# The lines of it that have a process for each stage, and the one whose times are used for all.
+ONE_EACH = dataclasses.replace(
+    TWO_PROCESSES,
+    lines={name: line for name, line in TWO_PROCESSES.lines.items() if "two" in name},
+)
+KNOWN = "two processes, staleness 4"
 LADDER = Measured(
     table="table of the ladder",
     lines={
@@ -654,21 +660,42 @@ def measured_times(measured: Measured, devices: Sequence[int]) -> list[dict[str,
     for name, run in runs.items():
         rows[name] = {"": name, "2 devices, real": float(run["ratio"])}
     for number in devices:
-        setup, speeds = measured.setup(number), {}
-        counted = range(
-            BEHIND * setup.episodes_per_step,
-            (BEHIND + setup.num_steps) * setup.episodes_per_step,
-        )
-        tokens_a_step = sum(map(setup.length, counted)) / setup.num_steps
-        for name, line in measured.lines.items():
-            values = {field: float(runs[name][column]) for field, column in COLUMNS.items()}
-            times = Times(**values)
-            of_run = timed(setup, times, tokens_a_step, line.settings.parts)
-            speeds[name] = speed_of(of_run.setup, line, of_run.train_s) / of_run.unit_s
+        setup = measured.setup(number)
+        speeds = {
+            name: _speed_with(setup, line, runs[name]) for name, line in measured.lines.items()
+        }
         base = next(iter(speeds.values()))
         for name, speed in speeds.items():
             rows[name][f"{number} devices"] = round(speed / base, 3)
     return list(rows.values())
+
+
+def held_out(measured: Measured, known: str) -> list[dict[str, Any]]:
+    """Returns the speeds of the other lines relative to that of `known`, real and simulated.
+
+    All are simulated with the times of the run `known`.
+    """
+    runs, setup = measured.rows(), measured.setup(2)
+    speeds = {name: _speed_with(setup, line, runs[known]) for name, line in measured.lines.items()}
+    return [
+        {
+            "": name,
+            "real": round(float(run["ratio"]) / float(runs[known]["ratio"]), 3),
+            "simulated": round(speeds[name] / speeds[known], 3),
+        }
+        for name, run in runs.items()
+        if name != known
+    ]
+
+
+def _speed_with(setup: Setup, line: Line, run: Mapping[str, str]) -> float:
+    """Returns the tokens/s of a line with the times of a real run, a row of its table."""
+    size = setup.episodes_per_step
+    counted = range(BEHIND * size, (BEHIND + setup.num_steps) * size)
+    tokens_a_step = sum(map(setup.length, counted)) / setup.num_steps
+    times = Times(**{field: float(run[column]) for field, column in COLUMNS.items()})
+    of_run = timed(setup, times, tokens_a_step, line.settings.parts)
+    return speed_of(of_run.setup, line, of_run.train_s) / of_run.unit_s
 
 
 # Orders of one synchronous rollout.
@@ -787,6 +814,8 @@ def main() -> None:
         parts += [table(relative_speeds(DEVICES, share))]
     devices = (2, 8, 64, 256, 1024)
     parts += ["With the times of real runs:", table(measured_times(TWO_PROCESSES, devices))]
+    parts += ["With the times of one run, of a staleness of 4, and relative to it:"]
+    parts += [table(held_out(ONE_EACH, KNOWN))]
     parts += ["With the times of the ladder:", table(measured_times(LADDER, devices[:-1]))]
     parts += ["The rules, with a bound of one version:", table(rules((16, 64)))]
     parts += ["One synchronous rollout on 4 instances, by how much of an episode's length its task"]

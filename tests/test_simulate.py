@@ -8,13 +8,18 @@ import types
 
 import pytest
 
+from benchmarks.pages import read_table
 from benchmarks.simulate import (
     ERROR,
+    KNOWN,
     LADDER,
+    MEASURED,
+    ONE_EACH,
     TWO_PROCESSES,
     Setup,
     SimulatedService,
     Step,
+    held_out,
     isolated,
     makespan,
     measured_times,
@@ -240,3 +245,22 @@ def test_the_simulation_with_measured_times_is_near_the_real_runs(measured):
     """More than the real runs' own columns say: the lengths are drawn here."""
     for row in measured_times(measured, (2,)):
         assert row["2 devices"] == pytest.approx(row["2 devices, real"], rel=0.1), row
+
+
+def test_the_times_of_one_run_say_how_fast_the_others_are():
+    """Of the four other runs with a process for each stage."""
+    rows = held_out(ONE_EACH, KNOWN)
+    assert len(rows) == 4 and min(row["real"] for row in rows) < 0.8
+    for row in rows:
+        assert row["simulated"] == pytest.approx(row["real"], rel=0.05), row
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("table", 9), ("table of processes", 7), ("table of the ladder", 6)]
+)
+def test_the_simulations_on_the_page_are_within_a_tenth_of_its_runs(name, number):
+    rows = [row for row in read_table(MEASURED, name) if row["tokens/s, simulated"]]
+    assert len(rows) == number
+    for row in rows:
+        simulated, real = float(row["tokens/s, simulated"]), float(row["tokens/s"])
+        assert simulated == pytest.approx(real, rel=0.1), row
