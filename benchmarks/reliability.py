@@ -87,6 +87,7 @@ ASYNCHRONOUS: Mapping[str, Any] = {
     "log.trajectories_every_steps": 1,
 }
 TWO = {"distributed.heartbeat_s": 20}
+DROP = {"asynchrony.rule": "drop"}
 IN_PARTS = {"asynchrony.parts": 2, "algorithm": "grpo", "rollout.group_size": 2}
 # What differs from SMALL, and the number of processes.
 KINDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
@@ -98,7 +99,8 @@ KINDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "asynchronous": (ASYNCHRONOUS, 1),
     "asynchronous, two processes": ({**ASYNCHRONOUS, **TWO}, 2),
     "asynchronous in parts, two processes": ({**ASYNCHRONOUS, **TWO, **IN_PARTS}, 2),
-    "asynchronous, drop": ({**ASYNCHRONOUS, "asynchrony.rule": "drop"}, 1),
+    "asynchronous, drop": ({**ASYNCHRONOUS, **DROP}, 1),
+    "asynchronous, drop, two processes": ({**ASYNCHRONOUS, **TWO, **DROP}, 2),
 }
 SOAK: Mapping[str, Any] = {
     "model.num_layers": 1,
@@ -126,11 +128,18 @@ GROWTH: Mapping[str, tuple[float, float]] = {
 TIMES = ("_s", "_per_s", "compiles")
 
 
-def start(workdir: Path, settings: Mapping[str, Any], num: int = 1) -> list[subprocess.Popen[str]]:
-    """Starts a run of `num` processes with eight devices in all."""
+def flags_of(settings: Mapping[str, Any], num: int = 1) -> list[str]:
+    """Returns the flags of each of `num` processes with eight devices in all."""
     given = {**settings, "devices.num_cpu_devices": 8 // num}
-    flags = [f"--workdir={workdir}", f"--config=configs/{given.pop('config')}.py"]
-    flags += [f"--config.{name}={value}" for name, value in given.items() if value is not None]
+    flags = [f"--config=configs/{given.pop('config')}.py"]
+    return flags + [
+        f"--config.{name}={value}" for name, value in given.items() if value is not None
+    ]
+
+
+def start(workdir: Path, settings: Mapping[str, Any], num: int = 1) -> list[subprocess.Popen[str]]:
+    """Starts a run of `num` processes."""
+    flags = [f"--workdir={workdir}", *flags_of(settings, num)]
     return runs.start(flags, num, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
