@@ -21,12 +21,14 @@ from earl_jax.config import file as config_file
 from earl_jax.config.resume import replayed_parts, replayed_settings
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.launch.cluster import Cluster
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement import moves, rollouts
 from earl_jax.rollout.event_files import EVENTS, read_events
 from earl_jax.rollout.events import Events
 from earl_jax.rollout.host_rows import as_row
+from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.rounds import Rounds
 from earl_jax.run import evaluation, live_service
 from earl_jax.run.build import build_run
@@ -159,6 +161,33 @@ def test_both_epochs_weight_tokens_by_the_versions_that_sampled_them(monkeypatch
     expected = means[:1] * 2 if proximal == "recompute" else means[2:]
     found = [metrics["importance_mean"] for metrics in record.updates]
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_rounds_are_played_while_the_reference_scores_and_the_update_is_made(monkeypatch):
+    """Nothing waits between the begin of the scoring and the first of them."""
+    calls = []
+
+    def noted(owner, name):
+        method = getattr(owner, name)
+        watched = lambda *given, **named: calls.append(name) or method(*given, **named)  # noqa: E731
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in [
+        (Learner, "score"),
+        (Learner, "update"),
+        (OpenGroups, "play_round"),
+        (Cluster, "wait"),
+    ]:
+        noted(owner, name)
+    given = given_of(staleness=1) | {"algorithm_args": {"kl_coefficient": 0.5}}
+    run = build_run(make_config(given))
+    assert "reference" in run.learner.scored
+    placement, position = begin(run)
+    _, record = rl_step(run, placement, position, AsyncPlayer(run, placement))
+    beside = calls[calls.index("score") :]
+    assert beside[:3] == ["score", "update", "play_round"] and beside[-1] == "wait"
+    assert record.metrics()["reference_kl"] == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.slow_except("True-recompute")
