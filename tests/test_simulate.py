@@ -248,7 +248,7 @@ def test_the_simulation_with_measured_times_is_near_the_real_runs(measured):
 
 
 def test_the_times_of_one_run_say_how_fast_the_others_are():
-    """Of the four other runs with a process for each stage."""
+    """The four others of two processes, a process for each stage."""
     rows = held_out(ONE_EACH, KNOWN)
     assert len(rows) == 4 and min(row["real"] for row in rows) < 0.8
     for row in rows:
