@@ -64,7 +64,7 @@ def table(world):
 
 def bytes_of(world, table, pages):
     """Returns the bytes of a rollout with so many pages at SHORT tokens, and of the trainer."""
-    bare = table.entries[rollout_key(D8, SHORT, SLOTS)].program_bytes
+    bare = table.program_bytes[rollout_key(D8, SHORT, SLOTS)]
     return world.problem.trainer_bytes(F8) + bare + pages * world.problem.page_bytes(D8)
 
 

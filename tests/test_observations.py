@@ -3,13 +3,14 @@
 """The throughput table of a run: fed by real steps, kept on disk, and read as config says."""
 
 import json
+import statistics
 
 import pytest
 
 from earl_jax.loop import rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import build_run
-from earl_jax.selector.table import Entry, ThroughputTable
+from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from tests.support.placements import D8, SIXTEEN_SLOTS, TOKENS, first_position, given
 from tests.support.problems import rollout_key, train_key
@@ -45,28 +46,27 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
     """A step in which a program was compiled says nothing of the trainer's speed."""
     run = run_with("auto")
     placement, note = opened(run)
-    assert note is None and placement.table.entries == {}
+    assert note is None and placement.table.speeds == {}
     position = first_position(run, placement)
     seen = []
     for _ in range(4):
         position, record = rl_step(run, placement, position)
-        entries = placement.table.entries
-        seen.append([len(entries.get(key, Entry()).speeds) for key in (TRAIN_KEY, ROLLOUT_KEY)])
+        speeds = placement.table.speeds
+        seen.append([len(speeds.get(key, ())) for key in (TRAIN_KEY, ROLLOUT_KEY)])
     assert [train for train, _ in seen] == [0, 1, 2, 3]
     assert [rollout for _, rollout in seen] in ([0, 1, 2, 3], [1, 2, 3, 4])
     ((path, text),) = files(cache).items()
     assert path.is_relative_to(cache / "earl_jax" / "throughput")
-    assert ThroughputTable.from_dict(json.loads(text)).entries == entries
-    assert entries[TRAIN_KEY].is_trusted
+    assert ThroughputTable.from_dict(json.loads(text)).speeds == speeds
+    assert len(speeds[TRAIN_KEY]) >= TRUSTED
     # Rows that are padding are computed too: the selector counts as many.
     tokens = sum(outcome.num_tokens for outcome in record.outcomes)
     positions = run.config.train.epochs * tokens / record.packing_fill
-    assert entries[TRAIN_KEY].speeds[-1] == pytest.approx(positions / record.stage_s["train"])
+    assert speeds[TRAIN_KEY][-1] == pytest.approx(positions / record.stage_s["train"])
     again, note = opened(run)
     assert note is None
     for key in (TRAIN_KEY, ROLLOUT_KEY):
-        (speed,) = again.table.entries[key].speeds
-        assert speed == entries[key].tokens_per_s
+        assert again.table.speeds[key] == (statistics.median(speeds[key]),)
 
 
 @pytest.mark.slow
@@ -86,9 +86,12 @@ def test_run_whose_kept_table_was_poisoned_finds_back_to_its_best_mesh_within_te
 
     table, used = steps(4)
     assert set(used) == {D8}
-    speed = table.entries[ROLLOUT_KEY].tokens_per_s
-    table = table.with_entry(ROLLOUT_KEY, speeds=5 * (speed / 3,))
-    table.with_entry(rollout_key(meshes[1], TOKENS, 16), speeds=5 * (speed / 2,)).write()
+    speed = statistics.median(table.speeds[ROLLOUT_KEY])
+    poison = {ROLLOUT_KEY: speed / 3, rollout_key(meshes[1], TOKENS, 16): speed / 2}
+    for key, wrong in poison.items():
+        for _ in range(KEPT):
+            table = table.with_speed(key, wrong)
+    table.write()
     _, used = steps(12)
     assert set(used[9:]) == {D8}
 
@@ -100,9 +103,9 @@ def test_model_reads_and_writes_no_speeds_and_remembers_failures(cache):
     assert len(before) == 1
     run = run_with("model")
     placement, _ = opened(run)
-    assert placement.table.entries == {}
+    assert placement.table.speeds == {}
     placement.add_speed(placement.train, TOKENS, 123.0)
-    assert placement.table.entries == {} and files(cache) == before
+    assert placement.table.speeds == {} and files(cache) == before
     placement.fail("rollout")
     (path,) = files(cache).keys() - before.keys()
     assert json.loads(path.read_text())["entries"] == {}
@@ -119,15 +122,15 @@ def test_given_table_is_read_and_not_changed(tmp_path):
     before = path.read_text()
     placement, note = opened(run_with(path))
     assert note is None
-    assert placement.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
+    assert placement.table.speeds == {TRAIN_KEY: (7.0, 9.0)}
     placement.add_speed(placement.train, TOKENS, 123.0)
     placement.fail("rollout")
-    assert placement.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
+    assert placement.table.speeds == {TRAIN_KEY: (7.0, 9.0)}
     assert len(placement.table.failures) == 1
     assert path.read_text() == before
     # What ran out of memory is remembered elsewhere, and no speed of this run.
     again, _ = opened(run_with(path))
-    assert again.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
+    assert again.table.speeds == {TRAIN_KEY: (7.0, 9.0)}
     assert again.table.failures == placement.table.failures
 
 
@@ -151,5 +154,5 @@ def test_table_that_cannot_be_written_is_kept_in_memory(cache):
     placement.choose_step(TOKENS, None)
     for _ in range(2):
         placement.add_speed(placement.train, TOKENS, 123.0)
-    assert placement.table.entries[TRAIN_KEY].speeds == (123.0, 123.0)
+    assert placement.table.speeds[TRAIN_KEY] == (123.0, 123.0)
     assert len(predicted) == 1 and "cannot be kept for later runs" in predicted[0]

@@ -27,7 +27,6 @@ from earl_jax.run import live_service
 from earl_jax.run.build import build_run
 from earl_jax.selector.candidates import Candidates
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.table import Entry
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 from earl_jax.telemetry.trace import Trace, read_trace, trace_file
@@ -249,9 +248,9 @@ def test_a_run_in_parts_observes_the_speed_of_its_training(tmp_path, monkeypatch
         player.step_ended(step)
         assert record.metrics()["train_tokens_per_s"] is None
         new = {
-            key: entry.speeds[-1]
-            for key, entry in placement.table.entries.items()
-            if key.startswith("train") and entry.speeds != before.entries.get(key, Entry()).speeds
+            key: speeds[-1]
+            for key, speeds in placement.table.speeds.items()
+            if key.startswith("train") and speeds != before.speeds.get(key)
         }
         if not new:
             # Some program was compiled.

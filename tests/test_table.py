@@ -10,7 +10,6 @@ import pytest
 from earl_jax.selector.plans import Failure, RolloutPlan, TrainPlan
 from earl_jax.selector.table import (
     KEPT,
-    Entry,
     ThroughputTable,
     cache_folder,
     key_of,
@@ -41,27 +40,20 @@ def one_speed(facts=MADE) -> ThroughputTable:
     return table
 
 
-# Entries.
+# Speeds.
 
 
-def test_speed_of_an_entry_is_the_median_of_the_last_few():
+def test_newest_speeds_of_a_plan_are_kept():
     table = ThroughputTable()
-    for speed in (900.0, 10.0, 30.0, 20.0):
+    for speed in (900.0, 10.0, 30.0, 20.0, 1.0, 2.0, 3.0):
         table = table.with_speed(TRAIN, speed)
-    assert table.entries[TRAIN].tokens_per_s == 25.0
-    for speed in (1.0, 2.0, 3.0):
-        table = table.with_speed(TRAIN, speed)
-    assert table.entries[TRAIN].speeds == (30.0, 20.0, 1.0, 2.0, 3.0) and KEPT == 5
-    assert Entry().tokens_per_s is None
+    assert table.speeds == {TRAIN: (30.0, 20.0, 1.0, 2.0, 3.0)} and KEPT == 5
 
 
 def test_prior_counts_as_one_speed_so_that_own_steps_outweigh_it():
-    table = ThroughputTable(entries={TRAIN: Entry((1.0, 9.0, 5.0), 7), ROLLOUT: Entry((), 3)})
+    table = ThroughputTable(speeds={TRAIN: (1.0, 9.0, 5.0)}, program_bytes={TRAIN: 7, ROLLOUT: 3})
     prior = table.as_prior()
-    assert prior.entries == {TRAIN: Entry((5.0,), 7), ROLLOUT: Entry((), 3)}
-    for _ in range(2):
-        prior = prior.with_speed(TRAIN, 20.0)
-    assert prior.entries[TRAIN].tokens_per_s == 20.0
+    assert prior.speeds == {TRAIN: (5.0,)} and prior.program_bytes == table.program_bytes
 
 
 def test_longest_wait_for_programs_stays_but_for_a_tenth_a_step():
@@ -71,16 +63,18 @@ def test_longest_wait_for_programs_stays_but_for_a_tenth_a_step():
     assert ThroughputTable().over(table).compile_s == 18.0
 
 
-def test_own_entries_come_before_kept_ones_and_failures_are_of_both():
+def test_own_speeds_and_bytes_come_before_kept_ones_and_failures_are_of_both():
     other = Failure(stage="train", mesh="data=8", size=(48, 8, 1, -70))
-    own = ThroughputTable(entries={TRAIN: Entry((1.0,))}, failures=(FAILED,))
+    own = ThroughputTable(speeds={TRAIN: (1.0,)}, program_bytes={ROLLOUT: 1}, failures=(FAILED,))
     kept = ThroughputTable(
-        entries={TRAIN: Entry((2.0,)), ROLLOUT: Entry((3.0,))},
+        speeds={TRAIN: (2.0,), ROLLOUT: (3.0,)},
+        program_bytes={TRAIN: 2, ROLLOUT: 2},
         failures=(other, FAILED),
         facts=FACTS,
     )
     both = own.over(kept)
-    assert both.entries == {TRAIN: Entry((1.0,)), ROLLOUT: Entry((3.0,))}
+    assert both.speeds == {TRAIN: (1.0,), ROLLOUT: (3.0,)}
+    assert both.program_bytes == {TRAIN: 2, ROLLOUT: 1}
     assert both.failures == (other, FAILED) and both.facts == FACTS
 
 
@@ -166,7 +160,8 @@ def test_anything_else_is_no_key(text):
 
 def test_table_comes_back_from_json_bit_for_bit():
     table = ThroughputTable(
-        entries={TRAIN: Entry((0.1, 1 / 3), 10**12), ROLLOUT: Entry((), 7)},
+        speeds={TRAIN: (0.1, 1 / 3)},
+        program_bytes={TRAIN: 10**12, ROLLOUT: 7},
         failures=(FAILED,),
         compile_s=1 / 3,
         facts=FACTS,
@@ -222,7 +217,7 @@ def test_cache_folder_is_the_users(cache, monkeypatch, tmp_path):
 
 def test_next_run_begins_with_the_medians_of_the_file(cache):
     empty, note = load_table(MADE)
-    assert (dict(empty.entries), note) == ({}, None) and cache in empty.path.parents
+    assert (dict(empty.speeds), note) == ({}, None) and cache in empty.path.parents
     table = one_speed().with_speed(TRAIN, 1000.0).with_bytes(ROLLOUT, 7).with_failure(FAILED)
     table.write()
     found, note = load_table(dict(reversed(MADE.items())))
@@ -244,9 +239,9 @@ def test_damaged_file_is_reported_and_begun_anew(damage):
     table = one_speed()
     table.path.write_bytes(damage(table.path.read_bytes()))
     found, note = load_table(MADE)
-    assert dict(found.entries) == {} and found.path == table.path
+    assert found == ThroughputTable(path=table.path, facts=table.facts)
     assert str(table.path) in note and "begins anew" in note
-    assert one_speed().entries == table.entries
+    assert one_speed().speeds == table.speeds
     assert load_table(MADE)[1] is None
 
 
@@ -256,5 +251,5 @@ def test_damaged_file_is_reported_and_begun_anew(damage):
 def test_other_facts_have_another_file(change):
     one_speed()
     found, note = load_table(MADE | change)
-    assert (dict(found.entries), note) == ({}, None)
-    assert load_table(MADE)[0].entries
+    assert (dict(found.speeds), note) == ({}, None)
+    assert load_table(MADE)[0].speeds

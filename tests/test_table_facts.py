@@ -84,7 +84,7 @@ def test_flags_are_facts_in_any_order_but_for_those_that_dump(run, monkeypatch):
 
 def test_auto_takes_what_earlier_runs_have_observed(run):
     table, note = run.open_table()
-    assert (dict(table.entries), note) == ({}, None)
+    assert (dict(table.speeds), note) == ({}, None)
     kept = keep(table)
     assert run.open_table() == (kept, None)
 
@@ -97,14 +97,14 @@ def test_table_is_not_read_where_programs_may_differ(run, monkeypatch, changed):
     else:
         run = dataclasses.replace(run, attention=(Choice(kernel="splash", reason=""),))
     table, note = run.open_table()
-    assert (dict(table.entries), note) == ({}, None)
+    assert (dict(table.speeds), note) == ({}, None)
 
 
 def test_resumed_run_leaves_what_other_versions_have_observed():
     facts, predicted = {"versions": {"jax": "1"}}, []
     saved = ThroughputTable(facts=facts).with_speed(KEY, 1.0)
     kept = ThroughputTable(facts=facts).with_speed(KEY, 2.0)
-    assert _table_of(saved, kept, predicted.append).entries == saved.entries
+    assert _table_of(saved, kept, predicted.append).speeds == saved.speeds
     assert predicted == []
     newer = ThroughputTable(facts={"versions": {"jax": "2"}})
     assert _table_of(saved, newer, predicted.append) == newer

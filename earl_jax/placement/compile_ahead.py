@@ -23,7 +23,7 @@ from earl_jax.placement.stages import lower_round, lower_update
 from earl_jax.selector.candidates import Candidate
 from earl_jax.selector.choose import BudgetTooSmall, Step, choose_plans
 from earl_jax.selector.plans import Plan, RolloutPlan
-from earl_jax.selector.table import Entry, key_of
+from earl_jax.selector.table import key_of
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
 
@@ -49,13 +49,13 @@ def wanted_programs(placement: Placement, history: LoadHistory) -> dict[str, Low
 
 def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:
     """Returns plans, and context buckets, that would be chosen if their programs were there."""
-    step, entries = placement.step_of(placement.max_tokens, load), placement.table.entries
+    step, speeds = placement.step_of(placement.max_tokens, load), placement.table.speeds
     feeds_table = placement.stages.feeds_table
     if placement.may_try is None or not feeds_table or step.lasts < WINDOW:
         return []
     found = _chosen(placement, step, load, lambda plan, tokens: True)
     plans = [(choice.plan, choice.tokens) for choice in found if choice.switched]
-    return [each for each in plans if not entries.get(key_of(*each), Entry()).speeds]
+    return [each for each in plans if key_of(*each) not in speeds]
 
 
 def _next_bucket(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:

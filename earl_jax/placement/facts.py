@@ -96,7 +96,7 @@ def open_table(
     own = {} if setting == "auto" else {"table": setting}
     table, note = load_table({**facts, **own})
     if own:
-        table = dataclasses.replace(table, entries={})
+        table = dataclasses.replace(table, speeds={}, program_bytes={})
     if setting not in ("auto", "model"):
         table, note = given_table(setting).over(table), None
     each = [

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import MODEL_ERROR, reads_in_place
-from earl_jax.selector.table import Entry, ThroughputTable, key_of, parse_key
+from earl_jax.selector.table import TRUSTED, ThroughputTable, key_of, parse_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
 
@@ -35,7 +35,6 @@ ERROR = 0.1
 FEWER = (0.9, 0.75, 0.5, 0.25)
 # Meshes that never ran and may be tried, of each stage at each context bucket.
 TRIALS = 2
-_NEVER_RAN = Entry()
 
 
 class Candidate(NamedTuple, Generic[P]):
@@ -140,7 +139,7 @@ class Candidates:
     def update_bytes(self, plan: TrainPlan, length: int) -> tuple[int, bool]:
         """Returns bytes per device of an update, and True if they are XLA's."""
         footprint = self.problem.update_footprint(plan, length)
-        if known := self.entry(plan, length).program_bytes:
+        if known := self.table.program_bytes.get(key_of(plan, length)):
             return known + footprint.trainer, True
         return footprint.total, False
 
@@ -234,7 +233,8 @@ class Candidates:
             mesh: MeshShape, num_slots: int, max_tokens: int
         ) -> tuple[Candidate[RolloutPlan], float, int]:
             plan = RolloutPlan(mesh, num_slots, 0)
-            known, full = self.entry(plan, max_tokens).program_bytes, self._full(plan, max_tokens)
+            known = self.table.program_bytes.get(key_of(plan, max_tokens))
+            full = self._full(plan, max_tokens)
             num_bytes = known or self.problem.bare_footprint(mesh, num_slots, max_tokens).total
             candidate = self._candidate(plan, max_tokens, num_bytes, bool(known), full)
             return candidate, full, self.problem.page_bytes(mesh)
@@ -326,7 +326,7 @@ class Candidates:
             wanted_bytes=num_bytes,
             is_exact=is_exact,
             tokens_per_s=speed,
-            num_speeds=len(self.entry(plan, tokens).speeds),
+            num_speeds=len(self.speeds_of(plan, tokens)),
             is_trial=is_trial,
             failed=self._failed(plan, tokens),
             margin=0 if is_exact else int((self.caution - 1.0) * num_bytes),
@@ -337,13 +337,13 @@ class Candidates:
             return ""
         return self.table.failure_of(self.problem.failure(plan, tokens))
 
-    def entry(self, plan: Plan, tokens: int) -> Entry:
-        """Returns what the table has of a plan at this context bucket."""
-        return self.table.entries.get(key_of(plan, tokens), _NEVER_RAN)
+    def speeds_of(self, plan: Plan, tokens: int) -> tuple[float, ...]:
+        """Returns the observed speeds of a plan at this context bucket; () if it never ran."""
+        return self.table.speeds.get(key_of(plan, tokens), ())
 
     def must_wait(self, plan: Plan, tokens: int) -> bool:
         """Returns True if the run would wait for the program of a plan, which never ran."""
-        if self.may_try is None or self.entry(plan, tokens).speeds:
+        if self.may_try is None or self.speeds_of(plan, tokens):
             return False
         return not self.may_try(plan, tokens)
 
@@ -388,13 +388,13 @@ class Candidates:
 
     def _expected(self, plan: Plan, tokens: int, computed: float) -> tuple[float, bool]:
         """Returns a plan's tokens/s by those `computed`, and True for those of a trial."""
-        factors, entry = self._factors[plan.stage], self.entry(plan, tokens)
+        factors, speeds = self._factors[plan.stage], self.speeds_of(plan, tokens)
         if not factors:
             return computed, False
         own, usual = factors.get(plan.mesh), factors[None]
-        if known := entry.tokens_per_s:
-            least = 0.0 if entry.is_trusted else computed * (own or usual)
-            return max(known, least), False
+        if speeds:
+            least = 0.0 if len(speeds) >= TRUSTED else computed * (own or usual)
+            return max(statistics.median(speeds), least), False
         if own:
             return computed * factors.get((plan.mesh, tokens), own), False
         if self.may_try is not None and self._ran[plan.stage, tokens] <= TRIALS:
@@ -406,12 +406,13 @@ class Candidates:
     def _observed(self) -> list[tuple[Plan, int, bool, float]]:
         """Plans that ran, their context buckets, if trusted, and observed by computed speeds."""
         found = []
-        for text, entry in self.table.entries.items():
-            (plan, tokens), speed = parse_key(text), entry.tokens_per_s
-            if not speed or plan.mesh not in self.problem.of(plan).meshes(plan.stage, tokens):
+        for text, speeds in self.table.speeds.items():
+            plan, tokens = parse_key(text)
+            if plan.mesh not in self.problem.of(plan).meshes(plan.stage, tokens):
                 continue
             if computed := self._computed(plan, tokens):
-                found.append((plan, tokens, entry.is_trusted, speed / computed))
+                factor = statistics.median(speeds) / computed
+                found.append((plan, tokens, len(speeds) >= TRUSTED, factor))
         return found
 
     @functools.cached_property

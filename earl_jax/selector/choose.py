@@ -174,7 +174,7 @@ def _with_best_split(
     found, error, table = list[Decision](), None, candidates.table
     if not (candidates.has_seen("rollout") and candidates.has_seen("train")):
         # The factor by which one stage differs from the model would weigh it against the other.
-        table = table.without_speeds()
+        table = dataclasses.replace(table, speeds={})
     for split in candidates.problem.splits:
         own = dataclasses.replace(with_split(candidates, split), table=table)
         if split != here:

@@ -16,7 +16,7 @@ import socket
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from earl_jax.selector.plans import Failure, Plan, RolloutPlan, TrainPlan
 from earl_jax.settings.errors import InputError
@@ -26,57 +26,35 @@ from earl_jax.telemetry.atomic import write_atomically
 
 # Raised whenever the values of a table mean something else: older ones are not read then.
 METHOD = 4
-# An entry keeps KEPT speeds; with fewer than TRUSTED they may be noise.
+# A plan's newest KEPT speeds are kept; fewer than TRUSTED may be noise.
 KEPT, TRUSTED = 5, 3
-
-
-class Entry(NamedTuple):
-    """Speeds of one plan at one context bucket, tokens/s, newest last; bytes of its program.
-
-    `program_bytes` is XLA's memory analysis, per device; 0 where the program was not compiled.
-    """
-
-    speeds: tuple[float, ...] = ()
-    program_bytes: int = 0
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The median of the speeds."""
-        return statistics.median(self.speeds) if self.speeds else None
-
-    @property
-    def is_trusted(self) -> bool:
-        """True if there are enough speeds for a median."""
-        return len(self.speeds) >= TRUSTED
 
 
 @dataclasses.dataclass(frozen=True)
 class ThroughputTable:
-    """Entries by key (`key_of`), failures, and the seconds that a step waits for new programs.
+    """Speeds and bytes of plans at context buckets, by `key_of`, and failures.
 
-    `path` is its file, None for a table that is not kept. `facts` say which model, devices and
-    versions were observed, as plain JSON values.
+    `speeds` are tokens/s, newest last; `program_bytes` XLA's of a program, per device. `compile_s`
+    are the seconds that a step waits for new programs. `path` is the table's file, None for one
+    that is not kept. `facts` say which model, devices and versions were observed, as plain JSON
+    values.
     """
 
     path: Path | None = None
-    entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+    speeds: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    program_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     compile_s: float = 0.0
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def with_entry(self, key: str, **changes: Any) -> "ThroughputTable":
-        """Returns the table with these fields of an entry changed."""
-        entry = self.entries.get(key, Entry())._replace(**changes)
-        return dataclasses.replace(self, entries={**self.entries, key: entry})
-
     def with_speed(self, key: str, tokens_per_s: float) -> "ThroughputTable":
-        """Returns the table with one more speed of an entry."""
-        speeds = self.entries.get(key, Entry()).speeds
-        return self.with_entry(key, speeds=(*speeds, tokens_per_s)[-KEPT:])
+        """Returns the table with one more speed of a plan."""
+        newest = (*self.speeds.get(key, ()), tokens_per_s)[-KEPT:]
+        return dataclasses.replace(self, speeds={**self.speeds, key: newest})
 
-    def with_bytes(self, key: str, program_bytes: int) -> "ThroughputTable":
-        """Returns the table with the bytes of an entry's program."""
-        return self.with_entry(key, program_bytes=program_bytes)
+    def with_bytes(self, key: str, num_bytes: int) -> "ThroughputTable":
+        """Returns the table with the bytes of a plan's program."""
+        return dataclasses.replace(self, program_bytes={**self.program_bytes, key: num_bytes})
 
     def with_failure(self, failure: Failure) -> "ThroughputTable":
         """Returns the table with one more failure."""
@@ -99,23 +77,16 @@ class ThroughputTable:
         return next((str(failure) for failure in self.failures if failure.covers(plan)), "")
 
     def as_prior(self) -> "ThroughputTable":
-        """Returns the table as another run begins with it: one speed an entry, its median."""
-        entries = {
-            key: entry._replace(speeds=() if not entry.speeds else (entry.tokens_per_s,))
-            for key, entry in self.entries.items()
-        }
-        return dataclasses.replace(self, entries=entries)
-
-    def without_speeds(self) -> "ThroughputTable":
-        """Returns the table without speeds: bytes and failures."""
-        entries = {key: entry._replace(speeds=()) for key, entry in self.entries.items()}
-        return dataclasses.replace(self, entries=entries)
+        """Returns the table as another run begins with it: one speed a plan, the median."""
+        medians = {key: (statistics.median(each),) for key, each in self.speeds.items()}
+        return dataclasses.replace(self, speeds=medians)
 
     def over(self, kept: "ThroughputTable") -> "ThroughputTable":
-        """Returns these entries before those of `kept`, and the failures of both."""
+        """Returns these speeds and bytes before those of `kept`, and the failures of both."""
         return dataclasses.replace(
             kept,
-            entries={**kept.entries, **self.entries},
+            speeds={**kept.speeds, **self.speeds},
+            program_bytes={**kept.program_bytes, **self.program_bytes},
             compile_s=self.compile_s or kept.compile_s,
             failures=tuple(dict.fromkeys((*kept.failures, *self.failures))),
         )
@@ -129,9 +100,13 @@ class ThroughputTable:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for the file and for the checkpoint."""
+        speeds, num_bytes = self.speeds, self.program_bytes
         return {
             "facts": dict(self.facts),
-            "entries": {key: entry._asdict() for key, entry in self.entries.items()},
+            "entries": {
+                key: {"speeds": speeds.get(key, ()), "program_bytes": num_bytes.get(key, 0)}
+                for key in {**speeds, **num_bytes}
+            },
             "failures": [each.as_dict() for each in self.failures if each.lasts == "always"],
             "compile_s": self.compile_s,
         }
@@ -140,14 +115,15 @@ class ThroughputTable:
     def from_dict(values: Mapping[str, Any], path: Path | None = None) -> "ThroughputTable":
         """Returns the inverse of `as_dict`. Raises ValueError for anything else."""
         try:
-            entries: dict[str, Entry] = {}
+            speeds, program_bytes = dict[str, tuple[float, ...]](), dict[str, int]()
             for key, entry in values["entries"].items():
                 # By hand a mesh may be written otherwise, as "tensor=8".
                 key = key_of(*parse_key(key))
-                speeds, num_bytes = tuple(map(float, entry["speeds"])), int(entry["program_bytes"])
-                if not all(0 < speed < math.inf for speed in speeds) or num_bytes < 0:
+                each, num_bytes = tuple(map(float, entry["speeds"])), int(entry["program_bytes"])
+                if not all(0 < speed < math.inf for speed in each) or num_bytes < 0:
                     raise TypeError(f"{key}: {entry}")
-                entries[key] = Entry(speeds, num_bytes)
+                speeds |= {key: each} if each else {}
+                program_bytes |= {key: num_bytes} if num_bytes else {}
             # One by hand need not say it.
             if not 0 <= (compile_s := float(values.get("compile_s", 0.0))) < math.inf:
                 raise TypeError(f"compile_s: {compile_s}")
@@ -155,7 +131,7 @@ class ThroughputTable:
             facts = dict(values.get("facts", {}).items())
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise InputError(f"not a throughput table: {error}") from None
-        return ThroughputTable(path, entries, failures, compile_s, facts)
+        return ThroughputTable(path, speeds, program_bytes, failures, compile_s, facts)
 
 
 @functools.cache

@@ -111,7 +111,8 @@ def too_large_for(
 
     Updates on those of `in_one_part` do so unless they go in micro-batches.
     """
-    buckets = {key.split(" ")[2] for key in table.entries} | {str(t) for _, t in train}
+    buckets = {key.split(" ")[2] for key in (*table.speeds, *table.program_bytes)}
+    buckets |= {str(t) for _, t in train}
     for tokens in sorted(map(int, buckets)):
         for plan in problem.train_plans(tokens):
             where = (plan.mesh, tokens)
