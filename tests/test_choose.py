@@ -422,7 +422,7 @@ def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0, tries=Fals
     """
     table = table.as_prior()
     plans = Plans(rollout_on(start), train_on(F8)) if start else Plans()
-    calm, seen, may_try = 0, [], (lambda plan, tokens: True) if tries else None
+    calm, seen, may_try = 0, [], (lambda key: True) if tries else None
     for _ in range(steps):
         candidates = Candidates(problem, table, may_try=may_try)
         decision = choose_plans(candidates, STEP, plans, calm)

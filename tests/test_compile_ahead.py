@@ -144,7 +144,7 @@ def test_mesh_that_never_ran_is_tried_when_its_programs_are_compiled():
         placement.add_speed(placement.rollout, SHORT, 500.0)
         placement.add_speed(placement.train, SHORT, 1e6)
     with CompileAhead(print) as ahead:
-        placement.may_try = ahead.may_try
+        placement.may_try = ahead.is_compiled
         assert chosen() == D8
         assert wanted() == [key]
         # Another one in its place, which is quick to compile.

@@ -12,7 +12,7 @@ from benchmarks.speeds import cpu_problem
 from earl_jax.selector.candidates import RESERVE, Candidates
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.table import ThroughputTable
+from earl_jax.selector.table import ThroughputTable, parse_key
 from earl_jax.sharding.layout import MeshShape
 from tests.support.placements import load_of
 from tests.support.problems import (
@@ -187,7 +187,7 @@ def test_two_meshes_that_never_ran_may_be_tried_at_each_context_bucket():
         known = table
         for mesh in tried:
             known = known.with_speed(rollout_key(mesh, 20, 8), 0.5 * MODEL[mesh])
-        may_try = lambda plan, bucket: True  # noqa: E731
+        may_try = lambda key: True  # noqa: E731
         found = Candidates(problem, known, may_try=may_try).rollouts(tokens, None, math.inf)
         return {c.plan.mesh: c.tokens_per_s for c in found if c.is_trial}
 
@@ -198,7 +198,7 @@ def test_two_meshes_that_never_ran_may_be_tried_at_each_context_bucket():
     assert trials(D4T2, T8) == {}
     # At another bucket those that ran anywhere are known, and the last one may be tried.
     assert trials(D4T2, T8, tokens=40) == pytest.approx({D2T4: 60 * times})
-    one = Candidates(problem, table, may_try=lambda plan, bucket: plan.mesh == T8)
+    one = Candidates(problem, table, may_try=lambda key: parse_key(key)[0].mesh == T8)
     assert [c.plan.mesh for c in one.rollouts(20, None, math.inf) if c.is_trial] == [T8]
     assert not any(c.is_trial for c in Candidates(problem, table).rollouts(20, None, math.inf))
 

@@ -10,7 +10,7 @@ from earl_jax.placement.problem import with_splits
 from earl_jax.selector.candidates import Candidates
 from earl_jax.selector.choose import Step, choose_plans
 from earl_jax.selector.plans import Plans
-from earl_jax.selector.table import TRUSTED, ThroughputTable
+from earl_jax.selector.table import TRUSTED, ThroughputTable, parse_key
 from earl_jax.sharding.layout import MeshShape
 from tests.support.problems import hand_problem, rollout_key, rollout_on, train_key, train_on
 
@@ -181,9 +181,9 @@ def test_until_both_stages_were_observed_the_model_weighs_them():
 
 
 def test_nothing_moves_while_the_program_is_not_there():
-    waits = Candidates(problem(), may_try=lambda plan, tokens: False)
+    waits = Candidates(problem(), may_try=lambda key: False)
     assert meshes(choose_plans(waits, step(200), HERE)) == (R4, T4)
-    ready = Candidates(problem(), may_try=lambda plan, tokens: plan.mesh in (R6, T2))
+    ready = Candidates(problem(), may_try=lambda key: parse_key(key)[0].mesh in (R6, T2))
     assert meshes(choose_plans(ready, step(200), HERE)) == (R6, T2)
 
 

@@ -53,7 +53,7 @@ def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan,
     feeds_table = placement.stages.feeds_table
     if placement.may_try is None or not feeds_table or step.lasts < WINDOW:
         return []
-    found = _chosen(placement, step, load, lambda plan, tokens: True)
+    found = _chosen(placement, step, load, lambda key: True)
     plans = [(choice.plan, choice.tokens) for choice in found if choice.switched]
     return [each for each in plans if key_of(*each) not in speeds]
 
@@ -124,7 +124,7 @@ class CompileAhead:
         placement.about_to_use, placement.is_compiled = self.hand_over, self.is_compiled
         # Of several processes all must choose alike, whenever the compilers are done.
         if self.is_on and placement.stages.cluster.count == 1:
-            placement.may_try = self.may_try
+            placement.may_try = self.is_compiled
         self.take_waited_s()
         self.take_compiles()
 
@@ -145,10 +145,6 @@ class CompileAhead:
         """Returns True if a program was compiled here, or the run has taken it over."""
         future = self._futures.get(key)
         return key in self._futures if future is None else future.done() and future.result()
-
-    def may_try(self, plan: Plan, tokens: int) -> bool:
-        """Returns True for a plan whose program is there."""
-        return self.is_compiled(key_of(plan, tokens))
 
     def hand_over(self, key: str) -> None:
         """Gives a program to the run: it waits if that is being compiled, or compiles it itself."""

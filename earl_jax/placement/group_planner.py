@@ -170,12 +170,6 @@ def _choice(problem: Problem, stage: Stage, context: int) -> Candidate[Any]:
     return choice
 
 
-def _fits(problem: Problem, stage: Stage, context: int) -> bool:
-    with contextlib.suppress(BudgetTooSmall):
-        return bool(_choice(problem, stage, context))
-    return False
-
-
 def cheapest(
     rollouts: Sequence[Problem],
     trains: Sequence[Problem],
@@ -184,12 +178,10 @@ def cheapest(
     link: float,
 ) -> dict[str, Any] | None:
     """Returns the fastest step of those with the cheapest tokens; None where no pair fits."""
-    rollouts = [group for group in rollouts if _fits(group, "rollout", context)]
-    trains = [group for group in trains if _fits(group, "train", context)]
-    steps = [
-        groups_step(played, trained, prices, context, link)
-        for played, trained in itertools.product(rollouts, trains)
-    ]
+    steps = []
+    for played, trained in itertools.product(rollouts, trains):
+        with contextlib.suppress(BudgetTooSmall):
+            steps.append(groups_step(played, trained, prices, context, link))
     return min(steps, key=lambda step: (step["price"], step["step_s"]), default=None)
 
 

@@ -26,7 +26,7 @@ from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
 
 Result = TypeVar("Result")
-MayTry = Callable[[Plan, int], bool]
+MayTry = Callable[[str], bool]
 # A plan whose computed bytes are nearer to the budget is compiled before it is used. They have been
 # a twelfth below XLA's (benchmarks/plan.md); on CPUs, whose programs are small, a half.
 SURE, SURE_ON_CPU = 1.2, 1.5
@@ -93,11 +93,11 @@ class Placement:
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
         self.about_to_use: Callable[[str], None] = lambda key: None
         self.is_compiled: Callable[[str], bool] = lambda key: False
-        # CompileAhead.may_try: a plan that never ran may be tried, as nobody waits for its program.
-        # On CPUs all may be. None: nothing is tried, as of several processes.
+        # CompileAhead.is_compiled: a plan that never ran may be tried, as nobody waits for its
+        # program. On CPUs all may be. None: nothing is tried, as of several processes.
         is_cpu = stages.problem.hardware.platform == "cpu"
         tries_all = is_cpu and stages.cluster.count == 1
-        self.may_try: MayTry | None = (lambda plan, tokens: True) if tries_all else None
+        self.may_try: MayTry | None = (lambda key: True) if tries_all else None
         self._sure = SURE_ON_CPU if is_cpu else SURE
         # Steps that the run has left; None: not known.
         self.steps_left: int | None = None

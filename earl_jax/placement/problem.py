@@ -139,7 +139,6 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         logprob_chunk=train.logprob_chunk,
         epochs=train.epochs,
         chunk_size=rollout.chunk_size,
-        burst=rollout.burst,
         sampled_tokens=rollout.round_tokens,
         append_tokens=append_tokens_for(hardware.platform, model),
         # A chunk for each turn, until a load says more.

@@ -78,7 +78,7 @@ class Candidates:
     """The candidates of one problem by one table.
 
     Computed bytes must fit `caution` times, but for those of pages, which are exact.
-    `may_try(plan, tokens)` is True for a plan whose mesh may be tried out if it never ran; None
+    `may_try(key)` is True for a plan (`key_of`) whose mesh may be tried out if it never ran; None
     where none may. Computed speeds of other such meshes are divided by `model_error`. Episodes are
     expected to be as in `load`; None: all as long as the context bucket, and as many tokens are
     appended as the problem says.
@@ -87,7 +87,7 @@ class Candidates:
     problem: Problem
     table: ThroughputTable = ThroughputTable()
     caution: float = 1.0
-    may_try: Callable[[Plan, int], bool] | None = None
+    may_try: Callable[[str], bool] | None = None
     load: Load | None = None
     model_error: float = MODEL_ERROR
 
@@ -345,7 +345,7 @@ class Candidates:
         """Returns True if the run would wait for the program of a plan, which never ran."""
         if self.may_try is None or self.speeds_of(plan, tokens):
             return False
-        return not self.may_try(plan, tokens)
+        return not self.may_try(key_of(plan, tokens))
 
     # Speeds.
 
@@ -398,7 +398,7 @@ class Candidates:
         if own:
             return computed * factors.get((plan.mesh, tokens), own), False
         if self.may_try is not None and self._ran[plan.stage, tokens] <= TRIALS:
-            if self.may_try(plan, tokens):
+            if self.may_try(key_of(plan, tokens)):
                 return computed * usual * self.model_error, True
         return computed * usual / self.model_error, False
 
