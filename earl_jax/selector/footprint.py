@@ -237,18 +237,18 @@ def _updated(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int, int, int]:
 
 @_once_a_mesh
 def _block_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """Returns the bytes of a token's activations in a layer of the trainer."""
+    """Returns the bytes of a token's activations in a layer of the trainer.
+
+    Its stream is there plain and normalised, with queries and attention's result.
+    """
     inside = sizes.compute_bytes * inside_width(sizes, mesh, 1)
     if sizes.state_layers:
         inside = max(inside, 4 * sizes.delta_numbers // mesh.tensor)
-    return sizes.compute_bytes * _stream_width(sizes, mesh) + inside
-
-
-def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """Returns the numbers of a token's stream: plain, normalised, queries, attention's result."""
     model = sizes.model
-    own = 2 * (model.num_heads // mesh.tensor) * model.head_size if model.latent_size else 0
-    return 6 * model.width + 2 * model.num_heads * model.head_size // mesh.tensor + own
+    stream = 6 * model.width + 2 * model.num_heads * model.head_size // mesh.tensor
+    if model.latent_size:
+        stream += 2 * (model.num_heads // mesh.tensor) * model.head_size
+    return sizes.compute_bytes * stream + inside
 
 
 def kept_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int) -> int:

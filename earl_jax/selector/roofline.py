@@ -192,13 +192,15 @@ def train_parts(
     # The logits of a chunk are recomputed in the backward pass, with remat or without.
     heads = passes - recomputed + backward
     flops += tokens * heads * 2 * sizes.model.width * sizes.vocab_size / mesh.tensor
-    share = hardware.share(mesh.num_devices)
+    kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
     peak = hardware.flops_per_s * share
     rate = hardware.memory_bytes_per_s * MEMORY_REACHED * share
     products_s = flops / (peak * MATMUL_REACHED)
+    attended = networks * tokens * _attention_flops(sizes, length / 2, 2 * sizes.model.head_size)
+    attended /= mesh.tensor
     forward = 1 + work.repeats_attention(mesh, length)
-    attention = networks * tokens, length, forward, backward * ATTENTION_BACKWARD
-    attention_s = _rows_attention_s(hardware, sizes, mesh, *attention)
+    attention_s = forward * attended / (peak * kernels.attention_forward)
+    attention_s += backward * ATTENTION_BACKWARD * attended / (peak * kernels.attention_backward)
     loops = networks * tokens * (1 + back + repeated) * _elementwise_bytes(sizes, mesh)
     logits = LOGIT_PASSES if backward else SCORED_LOGIT_PASSES
     loops += tokens * logits * 4 * sizes.vocab_size / mesh.tensor
@@ -231,7 +233,7 @@ def train_parts(
         memory_s=weights / rate,
         beside_s=beside,
         collectives_s=crossing,
-        latency_s=ops * hardware.kernels.op_s / share,
+        latency_s=ops * kernels.op_s / share,
     )
 
 
@@ -255,27 +257,6 @@ def scoring_s(
         ).total
         for each in scored
     )
-
-
-def _rows_attention_s(
-    hardware: Hardware,
-    sizes: ModelSizes,
-    mesh: MeshShape,
-    tokens: int,
-    length: int,
-    forward: float,
-    backward: float,
-) -> float:
-    """Returns the seconds of attention over `tokens` tokens of a device in rows of `length`.
-
-    It is computed `forward` times, and backward with so many times the operations.
-    """
-    kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
-    peak = hardware.flops_per_s * share
-    flops = tokens * _attention_flops(sizes, length / 2, 2 * sizes.model.head_size) / mesh.tensor
-    seconds = forward * flops / (peak * kernels.attention_forward)
-    seconds += backward * flops / (peak * kernels.attention_backward)
-    return seconds
 
 
 def _elementwise_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
