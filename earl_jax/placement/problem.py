@@ -26,7 +26,7 @@ from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
-from earl_jax.selector.problem import Problem
+from earl_jax.selector.problem import Problem, divisors
 from earl_jax.selector.sizes import ModelSizes, Parameter, Workload
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -154,9 +154,8 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         ),
         in_place_contexts=tuple(
             context
-            for context in range(1, hardware.num_devices + 1)
-            if hardware.num_devices % context == 0
-            and reads_pages_in_place(
+            for context in divisors(hardware.num_devices)
+            if reads_pages_in_place(
                 rollout.attention, hardware.platform, context, played, rollout.tokens_a_page
             )
         ),

@@ -10,7 +10,6 @@ several splits of the devices that one is taken whose slower stage is the fastes
 
 import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -322,7 +321,14 @@ def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[Decision]
         trains.append((is_elsewhere, index, alone))
     plans = [alone.train.plan for *_, alone in trains if alone.train]
     residents = {key for plan in plans for key in _residents(candidates, plan, step.length)}
-    beside = _search(functools.partial(_best_beside, candidates, step, current.rollout), residents)
+
+    def best(resident: int, offload: bool) -> list[Decision]:
+        """Returns the best rollout beside so many bytes, and that on the mesh in use."""
+        pairs = _rollouts_beside(candidates, step, current.rollout, resident, offload)
+        best = [_best(candidates, pairs, Plans())] if pairs else []
+        return best + [p for p in pairs if p is not best[0] and p.kept(Plans(current.rollout))]
+
+    beside = _search(best, residents)
     least_s, margin = math.inf, TIE if before is None else HYSTERESIS
     # Those on the mesh in use first.
     for is_elsewhere, index, alone in sorted(trains, key=lambda each: (each[0], each[2].cost_s)):
@@ -412,17 +418,6 @@ def _rollouts(candidates: Candidates, step: Step, current: Plans) -> list[Decisi
         return pairs
     found = _plans(candidates, step, candidates.problem.budget - resident, offload, current.rollout)
     raise too_small(candidates, "a rollout", found, step.max_tokens, resident)
-
-
-def _best_beside(
-    candidates: Candidates, step: Step, current: RolloutPlan | None, resident: int, offload: bool
-) -> list[Decision]:
-    """Returns the best rollout beside `resident` bytes, and that on the mesh in use."""
-    pairs = _rollouts_beside(candidates, step, current, resident, offload)
-    if not pairs:
-        return []
-    best = _best(candidates, pairs, Plans())
-    return [best, *(pair for pair in pairs if pair is not best and pair.kept(Plans(current)))]
 
 
 def _rollouts_beside(

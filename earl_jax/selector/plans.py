@@ -69,13 +69,16 @@ class TrainPlan(NamedTuple):
         check_choice(remat, REMATS, "remat")
         return TrainPlan(MeshShape.parse(mesh), int(micro_batches), remat)
 
+    @property
+    def use(self) -> str:
+        """The use of the mesh in words, "2 micro-batches, remat"."""
+        parts = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+        return ", ".join(filter(None, [parts, REMAT_WORDS[self.remat]]))
+
     def words(self, first: "TrainPlan | None" = None) -> str:
-        """Returns the mesh, and how the plan differs from `first`."""
-        if first is None or self[1:] == first[1:]:
-            return str(self.mesh)
-        parts = "micro-batch" if self.micro_batches == 1 else "micro-batches"
-        words = [f"{self.mesh} in {self.micro_batches} {parts}", REMAT_WORDS[self.remat]]
-        return ", ".join(filter(None, words))
+        """Returns the mesh, and its use where that is another than of `first`."""
+        same = first is None or self[1:] == first[1:]
+        return str(self.mesh) if same else f"{self.mesh} in {self.use}"
 
 
 Plan = RolloutPlan | TrainPlan

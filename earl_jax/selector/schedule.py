@@ -14,7 +14,7 @@ from earl_jax.selector.candidates import Candidate, Candidates, P
 from earl_jax.selector.choose import BudgetTooSmall, Decision, choose_plans, full_step, with_split
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import hardware_of
-from earl_jax.selector.plans import REMAT_WORDS, Plan, Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import percent
 from earl_jax.selector.table import ThroughputTable
@@ -211,8 +211,7 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         values["token_s"] = plan.num_slots / candidate.tokens_per_s
     else:
         kinds = problem.update_footprint(plan, stop.context)
-        parts = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
-        words = ", ".join(filter(None, [parts, REMAT_WORDS[plan.remat]]))
+        words = plan.use
         tokens = work.num_batches * work.num_rows * stop.context
         values["update_s"] = tokens / candidate.tokens_per_s
     if candidate.is_exact:
