@@ -75,6 +75,20 @@ def test_long_rows_may_be_cut_over_context_too():
     assert train_candidates(8, ("data=4,context=2",), possible) == [MeshShape(data=4, context=2)]
 
 
+def test_contexts_of_any_length_are_cut_where_no_other_mesh_is_possible():
+    """Two rows and two heads on eight devices: in two parts at least."""
+
+    def check(shape):
+        rows = shape.data * shape.fsdp
+        return "two rows, and two heads" if rows > 2 or shape.tensor > 2 else None
+
+    names = [str(shape) for shape in train_candidates(8, (), check)]
+    assert names == ["data=2,context=2,tensor=2", "data=1,fsdp=2,context=2,tensor=2"]
+    longer = train_candidates(8, (), check, tokens=16_384)
+    assert [shape.context for shape in longer] == [2, 2, 4, 4, 4]
+    assert [str(s) for s in rollout_candidates(8, (), check)] == ["data=2,context=2,tensor=2"]
+
+
 def test_candidates_drop_what_the_check_refuses():
     assert rollout_candidates(8, (), at_most_two_heads) == [D8, D4T2]
     assert all(s.tensor <= 2 for s in train_candidates(8, (), at_most_two_heads))

@@ -437,8 +437,9 @@ def mesh_candidates(
 ) -> list[MeshShape]:
     """Returns the shapes of a stage that can be used, or those of them that the user named.
 
-    Rows of `tokens` tokens are cut over `context` too, where each shard has LEAST_SHARD_TOKENS.
-    Those shapes are last, least cut first. One that is named may cut rows of any length.
+    Rows of `tokens` tokens are cut over `context` too, where each shard has LEAST_SHARD_TOKENS, or
+    no other shape can be used. Those shapes are last, least cut first. One that is named may cut
+    rows of any length.
 
     Raises:
         ValueError: a shape that the user named cannot be used, or none can.
@@ -448,6 +449,10 @@ def mesh_candidates(
     usable = [shape for shape, reason in reasons.items() if reason is None]
     allowed = "; ".join(f"'{shape}'" for shape in usable) or "none"
     if not named:
+        for context in divisors(num_devices)[1:]:
+            if not usable or context * LEAST_SHARD_TOKENS <= tokens:
+                long = mesh_shapes(stage, num_devices, num_experts, context)
+                usable += [shape for shape in long if check(shape) is None]
         if not usable:
             why = "; ".join(f"{shape}: {reason}" for shape, reason in reasons.items())
             words = {"rollout": "rollouts of this model", "train": "training of this model"}[stage]
@@ -455,10 +460,6 @@ def mesh_candidates(
                 f"no mesh of {num_devices} devices fits {words}: {why}. Change these numbers, or "
                 "give the stage other devices (config.devices.num_rollout)"
             )
-        for context in divisors(num_devices)[1:]:
-            if context * LEAST_SHARD_TOKENS <= tokens:
-                long = mesh_shapes(stage, num_devices, num_experts, context)
-                usable += [shape for shape in long if check(shape) is None]
         return usable
     for shape in map(MeshShape.parse, named):
         reason = check(shape)
