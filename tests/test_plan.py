@@ -508,6 +508,27 @@ def test_a_split_that_processes_cannot_have_is_not_planned():
         planned_problem(config, model, vocab_size, parse_topology("cpu:2x4"), 2**30)
 
 
+PARTS = ("algorithm=grpo", "asynchrony.parts=2", "devices.num_rollout=auto")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("devices.num_rollout=2",), "num_rollout is 2, .* multiple of 4"),
+        (("rollout.group_size=48",), "2 processes play, and the 1 groups .* no multiple of 2"),
+        (("rollout.group_size=24", *PARTS), "2 groups .* of 4, their number"),
+    ],
+)
+def test_an_asynchronous_run_that_its_processes_would_refuse_is_not_planned(overrides, words):
+    """One process plays the same plan."""
+    given = ["asynchrony.max_staleness=1", "rollout.num_slots=48", "rollout.episodes_per_step=48"]
+    config = make_config({}, [*given, *overrides])
+    model, vocab_size = find_model(config, None)
+    assert planned_problem(config, model, vocab_size, parse_topology("cpu:8"), 2**30)
+    with pytest.raises(InputError, match=words):
+        planned_problem(config, model, vocab_size, parse_topology("cpu:2x4"), 2**30)
+
+
 # The command.
 
 

@@ -308,13 +308,24 @@ def overrides_for_chips(given: Sequence[str], contexts: str) -> list[str]:
     return [change for change in changes if change.partition("=")[0] not in known]
 
 
+def check_groups(config: Config, num_players: int) -> None:
+    """Raises ValueError where processes that play ahead by themselves get unequal groups."""
+    number = num_players * config.asynchrony.parts
+    if config.asynchrony.is_on and config.num_groups % number:
+        raise InputError(
+            f"in an asynchronous run {num_players} processes play, and the {config.num_groups} "
+            "groups of a step (config.rollout.episodes_per_step / group_size) are no multiple of "
+            f"{number}, their number times config.asynchrony.parts"
+        )
+
+
 def planned_problem(
     config: Config, model: ModelConfig, vocab_size: int, hardware: Hardware, budget_bytes: int
 ) -> Problem:
     """Returns the problem of a run of this config on such hardware, with a process a host.
 
-    Raises ValueError as `make_problem`, for processes that have unequal numbers of devices, and
-    where a stage has no mesh.
+    Raises ValueError as `make_problem`, for processes that have unequal numbers of devices or of
+    groups, and where a stage has no mesh.
     """
     num_processes = config.distributed.num_processes or hardware.num_hosts
     if hardware.num_devices % num_processes:
@@ -330,7 +341,9 @@ def planned_problem(
             f"{hardware.num_devices} devices in all; leave at least one to train, or set 0 to "
             "play and train on all"
         )
-    if given != "auto" and given > each and given % each:
+    # In an asynchronous run no process does both on devices apart, as one that is alone does.
+    ahead = config.asynchrony.is_on and num_processes > 1
+    if given != "auto" and given % each and (given > each or ahead):
         raise InputError(
             f"config.devices.num_rollout is {given!r}, and a run of {num_processes} processes of "
             f"{each} devices has whole processes for rollouts: set it to a multiple of {each}"
@@ -343,6 +356,7 @@ def planned_problem(
         budget_bytes=budget_bytes,
         num_processes=num_processes,
     )
+    check_groups(config, problem.num_players)
     try:
         problem.check_meshes()
     except ValueError as error:

@@ -34,7 +34,7 @@ from earl_jax.models.attention.kernels import (
 from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.models.moe.grouped_matmul import products_in_words
 from earl_jax.placement.facts import facts_of, open_table
-from earl_jax.placement.problem import hardware_of_devices, make_problem
+from earl_jax.placement.problem import check_groups, hardware_of_devices, make_problem
 from earl_jax.placement.stages import Stages, make_learner
 from earl_jax.rollout.actor import Actor
 from earl_jax.rollout.engines import Engines
@@ -297,7 +297,7 @@ def _actor(
 
 def _check_processes(config: Config, cluster: Cluster) -> None:
     """Raises ValueError where these processes cannot play ahead of each other's updates."""
-    settings, given, number = config.asynchrony, config.devices.num_rollout, len(cluster.players)
+    settings, given = config.asynchrony, config.devices.num_rollout
     words = (
         f"this run has {cluster.count} processes and is asynchronous (config.asynchrony."
         f"max_staleness {settings.max_staleness}, parts {settings.parts}, refill {settings.refill})"
@@ -316,12 +316,7 @@ def _check_processes(config: Config, cluster: Cluster) -> None:
             f"{words}: process 0 must be one of those that play, which are {cluster.players}, by "
             "the order of their hosts and slices; give its number to one of these"
         )
-    if config.num_groups % (number * settings.parts):
-        raise InputError(
-            f"{words}: {number} of them play, and the {config.num_groups} groups of a step "
-            f"(config.rollout.episodes_per_step / group_size) are no multiple of "
-            f"{number * settings.parts}, their number times config.asynchrony.parts"
-        )
+    check_groups(config, len(cluster.players))
 
 
 def _check_origin(config: Config, origin: Origin) -> None:
