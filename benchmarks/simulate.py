@@ -583,6 +583,11 @@ class Measured:
     groups: int
     group_size: int
 
+    def only(self, wanted: Callable[[str], bool]) -> "Measured":
+        """Returns the table with those lines whose names are wanted."""
+        lines = {name: line for name, line in self.lines.items() if wanted(name)}
+        return dataclasses.replace(self, lines=lines)
+
     def rows(self) -> dict[str, dict[str, str]]:
         """Returns the rows of the lines by their names."""
         rows = {row[""]: row for row in read_table(MEASURED, self.table)}
@@ -627,12 +632,6 @@ TWO_PROCESSES = Measured(
     groups=8,
     group_size=2,
 )
-# The lines of it that have a process for each stage, and the one whose times are used for all.
-ONE_EACH = dataclasses.replace(
-    TWO_PROCESSES,
-    lines={name: line for name, line in TWO_PROCESSES.lines.items() if "two" in name},
-)
-KNOWN = "two processes, staleness 4"
 LADDER = Measured(
     table="table of the ladder",
     lines={
@@ -647,6 +646,18 @@ LADDER = Measured(
     },
     groups=16,
     group_size=4,
+)
+
+
+# Lines of the same kind, and the one whose times all of them are simulated with.
+HELD_OUT = (
+    # A process for each stage.
+    (TWO_PROCESSES.only(lambda name: "two" in name), "two processes, staleness 4"),
+    # All groups of a step at once.
+    (
+        LADDER.only(lambda name: name in ("synchronous", "longest first") or "whole" in name),
+        "synchronous",
+    ),
 )
 
 
@@ -814,8 +825,9 @@ def main() -> None:
         parts += [table(relative_speeds(DEVICES, share))]
     devices = (2, 8, 64, 256, 1024)
     parts += ["With the times of real runs:", table(measured_times(TWO_PROCESSES, devices))]
-    parts += ["With the times of one run, of a staleness of 4, and relative to it:"]
-    parts += [table(held_out(ONE_EACH, KNOWN))]
+    for measured, known in HELD_OUT:
+        parts += [f'With the times of the run "{known}" alone, and relative to it:']
+        parts += [table(held_out(measured, known))]
     parts += ["With the times of the ladder:", table(measured_times(LADDER, devices[:-1]))]
     parts += ["The rules, with a bound of one version:", table(rules((16, 64)))]
     parts += ["One synchronous rollout on 4 instances, by how much of an episode's length its task"]
