@@ -79,6 +79,21 @@ def test_a_command_without_a_config_names_the_nearest_flag(parse):
             parse([first, argument])
 
 
+@pytest.mark.parametrize(
+    ("parse", "arguments", "words"),
+    [
+        (serve_flags.parse_flags, ["--modle=x"], "--modle=x; did you mean --model?"),
+        (serve_flags.parse_flags, ["--modle", "x"], "--modle x; did you mean --model?"),
+        (view.view_command, ["--prot=1"], "--prot=1; did you mean --port?"),
+        (parse_flags, ["--wrokdir=x"], "--wrokdir=x; did you mean --workdir?"),
+        (plan.parse_flags, ["--topolgy=v5e-8"], "--topolgy=v5e-8; did you mean --topology?"),
+    ],
+)
+def test_a_misspelt_flag_is_named_where_the_right_one_is_required(parse, arguments, words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        parse(arguments)
+
+
 @pytest.mark.parametrize("flag", ["--workdir", "--replay", "--init_from", "--config"])
 def test_an_empty_value_is_a_mistake_and_not_the_current_folder(flag):
     """With --workdir= and --restart the current folder would be renamed."""

@@ -118,6 +118,7 @@ names = (*(f"JAX_{name}" for name in names), "XLA_FLAGS", "SLURM_PROCID")
 seen = {"place": {name: os.environ.get(name) for name in names}}
 seen |= {"arguments": sys.argv[1:], "cwd": os.getcwd()}
 sys.stdout.write(json.dumps(seen) + chr(10))
+sys.exit(int(os.environ.get("PROBE_STATUS", 0)))
 """
 
 
@@ -571,21 +572,45 @@ def test_missing_value_of_a_manifest_is_a_mistake(machine):
     assert machine.records() == []
 
 
-def test_sky_task_tells_each_node_who_it_is(machine):
+def sky_run(machine: Machine, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs the task's command on node 0 of one; `variables` are SkyPilot's, and ARGUMENTS."""
     task = yaml.safe_load((ROOT / "gpu_scripts/skypilot.yaml").read_text())
     run = task["run"].replace(".venv/bin/python", str(machine.home / "bin/probe"))
-    variables = task["envs"] | {
+    node = {"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}
+    return machine.run("bash", "-c", run, **task["envs"] | node | variables)
+
+
+def test_sky_task_tells_each_node_who_it_is(machine):
+    variables = {
         "ARGUMENTS": f"{CONFIG} --workdir=/shared/w",
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
         "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NODE_RANK": "1",
     }
-    done = machine.run("bash", "-c", run, **variables)
+    done = sky_run(machine, **variables)
     assert done.returncode == 0, done.stderr
     (seen,) = objects(done.stdout)
     place = seen["place"]
     assert (place["JAX_COORDINATOR_ADDRESS"], place["JAX_PROCESS_ID"]) == ("10.0.0.1:8476", "1")
     assert seen["arguments"] == ["-m", "earl_jax.main", CONFIG, "--workdir=/shared/w"]
+
+
+def test_sky_task_writes_an_ipv6_coordinator_in_brackets(machine):
+    done = sky_run(machine, ARGUMENTS=CONFIG, SKYPILOT_NODE_IPS="fd00::1\nfd00::2")
+    assert done.returncode == 0, done.stderr
+    (seen,) = objects(done.stdout)
+    assert seen["place"]["JAX_COORDINATOR_ADDRESS"] == "[fd00::1]:8476"
+
+
+@pytest.mark.parametrize("check", ["", " --check"])
+def test_sky_task_repeats_no_check(machine, check):
+    """A managed job starts again where its command fails: a run does, and a check must not."""
+    variables = {"ARGUMENTS": f"{CONFIG}{check}", "PROBE_STATUS": "1"}
+    managed = sky_run(machine, SKYPILOT_TASK_ID="sky-managed-2026-01-01_a_1-0", **variables)
+    assert managed.returncode == (0 if check else 1)
+    assert ("the check failed with status 1" in managed.stderr) == bool(check)
+    once = sky_run(machine, SKYPILOT_TASK_ID="sky-2026-01-01_a_1", **variables)
+    assert once.returncode == 1
 
 
 def test_image_copies_what_there_is():

@@ -33,11 +33,37 @@ def parse_known(
                 f"{argument or before} has an empty value, as of a shell variable that is not set; "
                 "give it one, or leave the flag out"
             )
+    # Before argparse, which would say of a misspelt flag that the right one is required.
+    if unknown := _unknown(parser, arguments):
+        raise _unrecognized(parser, unknown, meant)
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
-        hint = meant(unknown, _near(parser, unknown[0])) or "see --help"
-        raise InputError(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+        raise _unrecognized(parser, unknown, meant)
     return flags
+
+
+def _unrecognized(
+    parser: argparse.ArgumentParser,
+    unknown: Sequence[str],
+    meant: Callable[[Sequence[str], str], str],
+) -> InputError:
+    hint = meant(unknown, _near(parser, unknown[0])) or "see --help"
+    return InputError(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Returns the names of the parser's flags but for --help, such as "--port"."""
+    return re.findall(r"--[\w-]+", parser.format_usage())
+
+
+def _unknown(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """Returns the flags that do not exist, each with the word behind it where it has no "="."""
+    known, found = ["--help", *_flags_of(parser)], list[str]()
+    for argument, behind in zip(arguments, [*arguments[1:], "--"], strict=False):
+        name, equals, _ = argument.partition("=")
+        if name.startswith("--") and name != "--" and name not in known:
+            found += [argument] if equals or behind.startswith("-") else [argument, behind]
+    return found
 
 
 def _near(parser: argparse.ArgumentParser, argument: str) -> str:
@@ -45,6 +71,5 @@ def _near(parser: argparse.ArgumentParser, argument: str) -> str:
     if not argument.startswith("-"):
         return "a flag is written --NAME=VALUE"
     name = argument.lstrip("-").partition("=")[0]
-    known = re.findall(r"--\w+", parser.format_usage())
-    near = difflib.get_close_matches(f"--{name}", known, n=1)
+    near = difflib.get_close_matches(f"--{name}", _flags_of(parser), n=1)
     return f"did you mean {near[0]}?" if near else ""
