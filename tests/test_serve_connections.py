@@ -27,7 +27,9 @@ class Playing:
     async def handle(self, request, connection) -> None:
         """Answers at once, or after `go_on`, or sends events without end."""
         try:
-            if request.path == "/wait":
+            if request.path == "/silent":
+                await connection.begin_events()
+            if request.path in ("/wait", "/silent"):
                 await self.go_on.wait()
             if request.path == "/endless":
                 await connection.begin_events()
@@ -60,7 +62,8 @@ def connected(port: int, source: str = "127.0.0.1") -> socket.socket:
 async def answer_to(client: socket.socket, data: bytes, *, whole: bool = True) -> bytes:
     """Returns the answer, up to the end of the connection or, unless `whole`, the first part."""
     loop, found = asyncio.get_running_loop(), b""
-    await loop.sock_sendall(client, data)
+    if data:
+        await loop.sock_sendall(client, data)
     with contextlib.suppress(ConnectionError):
         while part := await asyncio.wait_for(loop.sock_recv(client, 2**16), 20):
             found += part
@@ -174,6 +177,45 @@ def test_the_bodies_of_open_requests_are_bounded_together():
             async with asyncio.timeout(20):
                 while here.server.held_bytes or here.server._open:
                     await asyncio.sleep(0.01)
+
+    asyncio.run(play())
+
+
+def test_a_client_that_ends_its_side_of_the_connection_gets_its_answers():
+    """Both of two requests; once it is gone it is waited for no longer, whatever it asked for."""
+
+    async def play() -> None:
+        async with playing(max_connections=40, read_s=20) as (here, port):
+            with connected(port) as client:
+                both = http_bytes("/wait", b"{}") + http_bytes("/wait", b"{}")
+                await asyncio.get_running_loop().sock_sendall(client, both)
+                client.shutdown(socket.SHUT_WR)
+                await asyncio.sleep(3 * http_server.PROBE_S)
+                assert len(here.server._open) == 1 and not here.ended
+                here.go_on.set()
+                found = await answer_to(client, b"")
+            parts = found.split(b"HTTP/1.1 ")[1:]
+            assert len(parts) > 3 and {part[:3] for part in parts} == {b"100", b"200"}
+            assert found.count(b"HTTP/1.1 200 ") == 2
+            here.go_on.clear()
+            for path in ("/wait", "/silent"):
+                with connected(port) as client:
+                    await asyncio.get_running_loop().sock_sendall(client, http_bytes(path, b"{}"))
+                    client.shutdown(socket.SHUT_WR)
+                    await asyncio.sleep(2 * http_server.PROBE_S)
+                    assert len(here.server._open) == 1
+                async with asyncio.timeout(20):
+                    while here.server._open:
+                        await asyncio.sleep(0.01)
+            assert here.ended == [asyncio.CancelledError] * 2
+            # Who speaks HTTP/1.0 knows of no interim answers.
+            with connected(port) as client:
+                old = http_bytes("/wait", b"{}").replace(b"HTTP/1.1", b"HTTP/1.0")
+                await asyncio.get_running_loop().sock_sendall(client, old)
+                client.shutdown(socket.SHUT_WR)
+                async with asyncio.timeout(20):
+                    while len(here.ended) < 3 or here.server._open:
+                        await asyncio.sleep(0.01)
 
     asyncio.run(play())
 

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small HTTP/1.1 server on asyncio; h11 reads and writes the protocol.
 
-A handler is one coroutine a request. It is cancelled when its client goes away.
+A handler is one coroutine a request. It is cancelled when its client goes away. A client that ends
+its own side of the connection behind its request (`shutdown(SHUT_WR)`) gets its answer.
 """
 
 import asyncio
@@ -18,6 +19,8 @@ import h11
 RETRY_S = 1
 # How long a connection stays to drop the remainder of a request that was refused.
 LINGER_S = 2.0
+# How often a client that has ended its own side is written to, to notice that it went away.
+PROBE_S = 0.2
 _CHUNK = 2**16
 # Bytes that a client may send beyond the request that is being answered.
 _MOST_AHEAD = 2**20
@@ -252,10 +255,30 @@ class Connection:
         return event
 
     async def _wait_until_gone(self) -> None:
+        """Returns when the client went away, or sends too much ahead.
+
+        One that has ended its own side may still read. If it does not, its machine answers what is
+        sent to it with a reset, so that the next write fails.
+        """
         ahead = 0
         while ahead < _MOST_AHEAD and (data := await self._reader.read(_CHUNK)):
             ahead += len(data)
             self._http.receive_data(data)
+        # No HTTP/1.0 client takes an interim answer.
+        reads = ahead < _MOST_AHEAD and self._http.their_http_version != b"1.0"
+        while reads and not self._writer.transport.is_closing():
+            self._write_nothing()
+            await asyncio.sleep(PROBE_S)
+
+    def _write_nothing(self) -> None:
+        """Writes what clients pass over: an interim answer (RFC 9110, 15.2), or a comment."""
+        state, event = self._http.our_state, None
+        if state is h11.SEND_RESPONSE:
+            event = h11.InformationalResponse(status_code=100, headers=[])
+        elif state is h11.SEND_BODY:  # between two events
+            event = h11.Data(data=b":\n\n")
+        if event is not None:
+            self._writer.write(self._http.send(event) or b"")
 
     async def _send(self, *events: Any) -> None:
         data = b"".join(self._http.send(event) or b"" for event in events)
