@@ -20,7 +20,15 @@ from flax import struct
 Author = Literal["environment", "policy"]
 
 # Stop reasons that are not the policy's doing: nothing is learnt from such an episode.
-FAILURES = frozenset({"environment_error", "environment_timeout", "prompt_too_long", "unencodable"})
+FAILURES = frozenset(
+    {
+        "environment_error",
+        "environment_timeout",
+        "prompt_too_long",
+        "unencodable",
+        "nonfinite_logits",
+    }
+)
 # The detail of a failure can be as long as an exception's text; processes exchange it.
 _DETAIL_SHOWN = 300
 

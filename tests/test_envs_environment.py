@@ -121,7 +121,7 @@ def end(**given) -> StepResult:
         (end(done=np.bool_(True)), "got a numpy.bool"),
         (step(done=True), "exactly if done"),
         (step(stop_reason="win"), "exactly if"),
-        (end(stop_reason="unencodable"), "'unencodable'; .*, unencodable are the run's own"),
+        (end(stop_reason="unencodable"), "'unencodable'; .*, unencodable, .* are the run's own"),
         (end(text="5"), "empty when"),
         (end(messages=MESSAGES), "StepResult.messages must be empty when done"),
         (step(text="5", messages=MESSAGES), "both a text"),

@@ -18,7 +18,6 @@ from earl_jax.engine.sampling import (
     sampling_rows,
     token_uniforms,
 )
-from earl_jax.settings.errors import RunError
 
 # Below a block, two blocks and a bit, exactly one block, and one entry more.
 VOCABULARIES = (300, 1100, BLOCK_SIZE, BLOCK_SIZE + 1)
@@ -120,17 +119,14 @@ def test_logits_that_are_not_finite_have_no_logprob(fault):
     np.testing.assert_array_equal(np.isfinite(logprobs), [True, False, True])
 
 
-def test_a_round_that_sampled_from_logits_that_are_not_finite_is_an_error():
+def test_outputs_name_the_first_token_of_each_slot_whose_logits_are_not_finite():
     """By hand: row 1 sampled two tokens, and the second has no log-prob; the third is not read."""
-    logprobs = np.float32([[-1, -1, np.nan], [-1, np.nan, -1]])
-    tokens, active = np.ones((2, 3), np.int32), np.ones(2, bool)
-    for count, is_fault in (([2, 1], False), ([2, 2], True)):
+    logprobs = np.float32([[-1, -1, np.nan], [-1, np.nan, -1], [np.inf, -1, np.nan]])
+    tokens, active = np.ones((3, 3), np.int32), np.ones(3, bool)
+    for count, faults in (([2, 1, 0], {}), ([2, 2, 3], {1: 1, 2: 0})):
         packed = pack_outputs(tokens, jnp.asarray(logprobs), jnp.asarray(count), active)
-        if not is_fault:
-            unpack_outputs(np.asarray(packed))
-            continue
-        with pytest.raises(RunError, match="logits are not finite"):
-            unpack_outputs(np.asarray(packed))
+        found = unpack_outputs(np.asarray(packed))
+        assert found.faults == faults and found.count.tolist() == count
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inputs and outputs of a round: the records on both sides, and the one array each way."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +15,6 @@ from earl_jax.engine.config import MAX_STOP_IDS, NO_ID, NO_LIMIT, Sampling
 from earl_jax.engine.pages import NO_PAGE
 from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.sampling import SamplingRows, sampling_rows
-from earl_jax.settings.errors import RunError
 
 
 class RoundInputs(NamedTuple):
@@ -173,6 +174,8 @@ class RoundOutputs(NamedTuple):
     `active` [B]: the turn goes on. `model_logprobs` f32[B,K] as in `Experience`, where the engine
     records them. Where it drafts tokens: the `passes` [B] of the model that a slot took, each of
     which samples one token of its own, and the `drafted` [B] tokens that they scored beside it.
+    `faults`: by slot, how many tokens it sampled before the first whose logits are not finite; that
+    one, and those behind it, are no samples of the policy.
     """
 
     tokens: np.ndarray
@@ -182,6 +185,7 @@ class RoundOutputs(NamedTuple):
     model_logprobs: np.ndarray | None = None
     passes: np.ndarray | None = None
     drafted: np.ndarray | None = None
+    faults: Mapping[int, int] = MappingProxyType({})
 
 
 def pack_outputs(
@@ -209,11 +213,7 @@ def unpack_outputs(
     model_logprobs: bool = False,
     drafts: bool = False,
 ) -> RoundOutputs:
-    """Returns the inverse of `pack_outputs`, on the host.
-
-    Raises:
-        RunError: a token was sampled from logits that are not finite.
-    """
+    """Returns the inverse of `pack_outputs`, on the host."""
     # A copy: on a CPU it is the devices' memory, and replies keep what a round sampled.
     packed, columns = np.array(packed), 2 + 2 * drafts
     width = (packed.shape[1] - columns) // (3 if model_logprobs else 2)
@@ -222,13 +222,8 @@ def unpack_outputs(
         return np.ascontiguousarray(packed[:, first : first + width]).view(np.float32)
 
     logprobs, count = floats(width), packed[:, -2]
-    sampled = np.arange(width) < count[:, None]
-    if not np.isfinite(logprobs[sampled]).all():
-        raise RunError(
-            "the policy's logits are not finite, so that no token can be sampled from them; look "
-            "for NaN or huge weights in the checkpoint, or for an overflow of config.rollout's "
-            "types (weight_dtype, kv_dtype)"
-        )
+    is_fault = ~np.isfinite(logprobs) & (np.arange(width) < count[:, None])
+    faulty = np.flatnonzero(is_fault.any(axis=1)).tolist()
     return RoundOutputs(
         tokens=packed[:, :width],
         logprobs=logprobs,
@@ -237,4 +232,5 @@ def unpack_outputs(
         model_logprobs=floats(2 * width) if model_logprobs else None,
         passes=packed[:, -4] if drafts else None,
         drafted=packed[:, -3] if drafts else None,
+        faults={slot: int(is_fault[slot].argmax()) for slot in faulty},
     )

@@ -28,6 +28,8 @@ REPLIED = "replied"
 ENVIRONMENT_ERROR = "environment_error"
 ENVIRONMENT_TIMEOUT = "environment_timeout"
 UNENCODABLE = "unencodable"
+# The model gave no numbers to sample the next token from.
+NONFINITE_LOGITS = "nonfinite_logits"
 STOPPED = (
     PROMPT_TOO_LONG,
     TURN_TOO_LONG,
@@ -37,6 +39,7 @@ STOPPED = (
     ENVIRONMENT_ERROR,
     ENVIRONMENT_TIMEOUT,
     UNENCODABLE,
+    NONFINITE_LOGITS,
 )
 
 # The largest number of float32, in which advantages are.

@@ -368,6 +368,7 @@ def _chunk_states(
                 value_BTKH,
                 starts_B,
                 counts_B,
+                value_size=config.latent_size,
                 whole_pages=whole_pages,
                 share=share,
             )

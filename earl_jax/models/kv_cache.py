@@ -143,14 +143,16 @@ def write(
     starts_B: jax.Array,
     counts_B: jax.Array,
     *,
+    value_size: int = 0,
     whole_pages: bool = False,
     share: PageShare = WHOLE,
 ) -> LayerCache:
     """Writes row b's first `counts_B[b]` new keys and values at its positions from `starts_B[b]`.
 
     Tokens past the table's last page are dropped, and those in another device's `share` of a page.
-    Pages of latents have no values. With `whole_pages` changed pages are read, changed and written
-    as a whole; no two rows may then write to one page.
+    Pages of latents have no values, but the first `value_size` numbers of keys. Of what is not
+    finite the keys alone become NaN (`_fail_by_keys`). With `whole_pages` changed pages are read,
+    changed and written as a whole; no two rows may then write to one page.
     """
     new = _NewTokens(
         table_BY,
@@ -162,6 +164,7 @@ def write(
         share=share,
     )
     put = new.put_pages if whole_pages else new.put_tokens
+    key_BTKH, value_BTKH = _fail_by_keys(key_BTKH, value_BTKH, value_size)
     if layer.value is None or value_BTKH is None:
         return LayerCache(key=put(layer.key, key_BTKH, 3), value=None)
     if layer.key_scale is None or layer.value_scale is None:
@@ -173,6 +176,24 @@ def write(
         key_scale=put(layer.key_scale, key_scale_BTK, 2),
         value_scale=put(layer.value_scale, value_scale_BTK, 2),
     )
+
+
+def _fail_by_keys(
+    key_BTKH: jax.Array, value_BTKH: jax.Array | None, value_size: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns keys that are NaN where values are not finite, and values that are 0 there.
+
+    Attention gives a token that a query may not look at the weight 0, but 0 * NaN is NaN: values
+    that are not finite would spoil queries before them, and those of rows that are given the page
+    later. A key's score is replaced where the query may not look, and is NaN where it may.
+    """
+    if value_BTKH is not None:
+        is_finite = jnp.isfinite(value_BTKH)
+        return jnp.where(is_finite, key_BTKH, jnp.nan), jnp.where(is_finite, value_BTKH, 0)
+    latent, rotated = key_BTKH[..., :value_size], key_BTKH[..., value_size:]
+    is_finite = jnp.isfinite(latent)
+    rotated = jnp.where(jnp.all(is_finite, axis=-1, keepdims=True), rotated, jnp.nan)
+    return jnp.concatenate([jnp.where(is_finite, latent, 0), rotated], axis=-1), None
 
 
 def writes_whole_pages(platform: str | None) -> bool:

@@ -18,6 +18,7 @@ from earl_jax.engine.rows import NO_ROW
 from earl_jax.envs.environment import (
     ENVIRONMENT_ERROR,
     ENVIRONMENT_TIMEOUT,
+    NONFINITE_LOGITS,
     REPLIED,
     UNENCODABLE,
 )
@@ -29,7 +30,7 @@ from earl_jax.rollout.episode import LiveEpisode
 End = Callable[[int, str, str], None]
 # `LiveEpisode.ends` of an episode that its limits end; and ends that a branch's episode shares.
 _CUT = ("", "")
-_FAILED = (ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT, UNENCODABLE)
+_FAILED = (ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT, UNENCODABLE, NONFINITE_LOGITS)
 
 
 class Branches:

@@ -330,11 +330,15 @@ class LiveEpisode:
         if self.stops.strings:
             ids = sampled.outputs.tokens[slot, :number].tolist()
             count = sampled.count[slot] = self._count_until_stop(ids)
-        found = self.stop_watch is not None and self.stop_watch.found
-        self.in_turn = sampled.active[slot] and not found
+        self.in_turn = sampled.active[slot] and not self.found_stop
         self.reply.add(sampled, slot)
         self.length += count
         return number - count
+
+    @property
+    def found_stop(self) -> bool:
+        """True if the reply has a stop string."""
+        return self.stop_watch is not None and self.stop_watch.found
 
     def _count_until_stop(self, sampled: list[int]) -> int:
         """Returns how many of these tokens come until a stop string is complete."""
@@ -347,7 +351,7 @@ class LiveEpisode:
     def end_turn(self) -> tuple[str, bool]:
         """Ends the policy's turn. Returns its text, and whether it is whole, not cut by a limit."""
         before_stop, turn = None, self.reply.as_turn()
-        if self.stop_watch is not None and self.stop_watch.found:
+        if self.stop_watch is not None and self.found_stop:
             before_stop = self.stop_watch.text
         elif turn.token_ids[-1] in self.stops.token_ids:
             before_stop = self.conversation.text_of(turn.token_ids[:-1])

@@ -17,6 +17,7 @@ from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.reply import NewTokens, Sampled
 from earl_jax.rollout.row_pool import RowPool
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.settings.errors import RunError
 
 # on_tokens(ticket, tokens): called with what an episode sampled in a round.
 OnTokens = Callable[[int, NewTokens], None]
@@ -66,6 +67,10 @@ class Rounds:
         self._sampling, self._stats, self._on_tokens = sampling, stats, on_tokens
         # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
         self._discards: dict[int, int] = {}
+        # Slots whose turn ended in the last round because their logits were not finite.
+        self.faulty: set[int] = set()
+        # The weights by which some token was sampled from logits that are finite.
+        self._sound_version: int | None = None
         # All slots, the one in front that appended a chunk the longest ago.
         self._turns = list(range(len(slots)))
         # Programs that ran, and the engine that ran first.
@@ -221,15 +226,19 @@ class Rounds:
         return dataclasses.replace(session, state=state), outputs
 
     def _record(self, outputs: RoundOutputs, version: int) -> list[int]:
-        """Adds the sampled tokens to their episodes. Returns the slots whose turn is over."""
+        """Adds the sampled tokens to their episodes. Returns the slots whose turn is over.
+
+        Raises RunError where these weights have given no finite logits at all.
+        """
         ended, sampled = [], Sampled.of(outputs, version)
+        faults = self._cut_faults(sampled)
         number = in_flight = longest = 0
         stats = self._stats
         for slot, episode in enumerate(self._slots):
             if episode is None:
                 continue
-            if sampled.count[slot]:
-                discarded = episode.append_sampled(sampled, slot)
+            if sampled.count[slot] or slot in faults:
+                discarded = episode.append_sampled(sampled, slot) + faults.get(slot, 0)
                 if self._on_tokens is not None:
                     new = sampled.new_tokens(slot, scored=episode.scored)
                     self._on_tokens(episode.ticket, new)
@@ -237,6 +246,8 @@ class Rounds:
                 stats.discarded_tokens += discarded
                 if not episode.in_turn:
                     ended.append(slot)
+                    if slot in faults and not episode.found_stop:
+                        self.faulty.add(slot)
                     if discarded or sampled.active[slot]:
                         self._discards[slot] = discarded
             in_flight += episode.length - episode.origin - len(episode.queue)
@@ -245,3 +256,23 @@ class Rounds:
         stats.context_tokens_max = max(stats.context_tokens_max, longest)
         stats.tokens_in_flight_max = max(stats.tokens_in_flight_max, in_flight)
         return ended
+
+    def _cut_faults(self, sampled: Sampled) -> dict[int, int]:
+        """Ends turns before the first token whose logits are not finite. Raises RunError.
+
+        Returns how many tokens that leaves out, by slot.
+        """
+        faults, version = sampled.outputs.faults, sampled.version
+        left_out = {slot: sampled.count[slot] - number for slot, number in faults.items()}
+        for slot, number in faults.items():
+            sampled.count[slot], sampled.active[slot] = number, False
+        self.faulty = set()
+        if any(sampled.count):
+            self._sound_version = version
+        elif faults and self._sound_version != version:
+            raise RunError(
+                "the policy's logits are not finite, so that no token can be sampled from them; "
+                "look for NaN or huge weights in the checkpoint, or for an overflow of "
+                "config.rollout's types (weight_dtype, kv_dtype)"
+            )
+        return left_out

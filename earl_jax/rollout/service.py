@@ -21,7 +21,7 @@ import jax
 from earl_jax.engine.config import NO_LIMIT, Sampling
 from earl_jax.engine.engine import Policy, Session
 from earl_jax.engine.rows import make_rows
-from earl_jax.envs.environment import REPLIED, Environment
+from earl_jax.envs.environment import NONFINITE_LOGITS, REPLIED, Environment
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.envs.text.conversation import Completion, Conversation
 from earl_jax.rollout.answers import Answer, NoCalls, begin, take_answer
@@ -225,7 +225,7 @@ class RolloutService:
             for row in self._left_rows:
                 self._row_pool.release(row)
             self._left_rows = []
-            self._send_turns(turns)
+            self._send_turns(turns, self._rounds.faulty)
         elif self._scheduler.num_waiting and not self._ended:
             raise RuntimeError(
                 f"{self._scheduler.num_waiting} tasks wait, and all {self.rows.total} rows are "
@@ -416,13 +416,16 @@ class RolloutService:
         requests = self._events.requests_of(ticket)
         return functools.partial(begin, self._make_environment, episode, config, requests)
 
-    def _send_turns(self, ended: Sequence[int]) -> None:
-        """Gives the turns of these slots to their environments."""
+    def _send_turns(self, ended: Sequence[int], faulty: Collection[int] = ()) -> None:
+        """Gives the turns of these slots to their environments; those of `faulty` ones fail."""
         steps = {}
         for slot in ended:
             episode = self._slots[slot]
             if episode is None:
                 # A branch of an episode that is over.
+                continue
+            if slot in faulty:
+                self._fail(slot, episode)
                 continue
             text, whole = episode.end_turn()
             if episode.task.prompt is not None:
@@ -443,6 +446,18 @@ class RolloutService:
                 continue
             self._end(slot, *episode.cut(self._config.unfinished_reward))
         self._calls.submit(steps)
+
+    def _fail(self, slot: int, episode: LiveEpisode) -> None:
+        """Ends an episode for which the model gave no finite logits; others go on."""
+        place = len(episode.sample) + len(episode.reply)
+        if episode.parent is None and episode.reply:
+            episode.end_turn()
+        self._end(
+            slot,
+            NONFINITE_LOGITS,
+            f"the model's logits behind token {place} of this context are not finite: a weight or "
+            "an activation overflows (config.rollout.compute_dtype, weight_dtype, kv_dtype)",
+        )
 
     def _take_answers(self) -> None:
         """Takes environments' answers within the patience; waits on while no slot has work."""

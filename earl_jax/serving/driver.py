@@ -23,6 +23,7 @@ from earl_jax.engine.engine import Policy, Session, empty_session
 from earl_jax.engine.relocation import relocate
 from earl_jax.engine.row_copies import RowMove
 from earl_jax.engine.rows import NO_ROW
+from earl_jax.envs.environment import NONFINITE_LOGITS
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.rollout.config import CacheRules, Limits
 from earl_jax.rollout.reply import NewTokens
@@ -32,6 +33,7 @@ from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.task import Prompt, Task
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.served_engine import ServedEngine
+from earl_jax.trajectory import Trajectory
 
 # Of a request: tokens of a round; the end of its reply; or an error, which ends it.
 Event = NewTokens | RequestError | None
@@ -233,7 +235,7 @@ class Driver:
                 request = self._playing.get(each.ticket)
                 # None: its client had all that it wanted, up to a stop string, and left.
                 if request is not None:
-                    self._events.append((request, None))
+                    self._events.append((request, _failure_of(each.trajectory)))
                     self._forget(request)
         events, self._events = self._events, []
         if events:
@@ -244,6 +246,13 @@ class Driver:
         # None: the prompt of `warm_up`.
         if request is not None:
             self._events.append((request, tokens))
+
+
+def _failure_of(reply: Trajectory) -> RequestError | None:
+    """Returns the error of a reply that failed; None for others."""
+    if reply.stop_reason != NONFINITE_LOGITS:
+        return None
+    return RequestError(grpc.StatusCode.INTERNAL, reply.detail)
 
 
 def _failed(error: BaseException) -> RequestError:

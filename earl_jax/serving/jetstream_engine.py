@@ -18,6 +18,7 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.engine.engine import Policy
+from earl_jax.envs.environment import NONFINITE_LOGITS
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.reply import NewTokens
 from earl_jax.rollout.service import RolloutService
@@ -219,6 +220,8 @@ class JetStreamEngine(_jetstream.engine_api.Engine):
     def _play_round(self, service: RolloutService) -> None:
         for each in service.step():
             service.release(each.row)
+            if each.trajectory.stop_reason == NONFINITE_LOGITS:
+                _say(each.trajectory.detail)
             for slot in self._slots:
                 slot.is_over |= slot.ticket == each.ticket
 

@@ -48,11 +48,14 @@ def served(
     draft: int = 0,
     num_slots: int = NUM_SLOTS,
     model: ModelConfig = MODEL,
+    kv_dtype: str = "compute",
     **serving: int,
 ) -> ServedEngine:
     """The engine of a server on the first devices; rounds of at most four steps."""
     layout = make_layout(mesh, jax.devices()[: mesh.num_devices])
-    rollout = rollout_config(num_slots, PAGE_SIZE, chunk_size=16, burst=4, num_draft_tokens=draft)
+    rollout = rollout_config(
+        num_slots, PAGE_SIZE, chunk_size=16, burst=4, num_draft_tokens=draft, kv_dtype=kv_dtype
+    )
     ends = frozenset({tokenizer().eos_token_id})
     engine = build_engine(rollout, model, VOCAB, layout, ends=ends, choice_branches=0, seed=SEED)
     sizes = ServingConfig(max_prompt_tokens=CONTEXT_TOKENS, context_tokens=CONTEXT_TOKENS)
