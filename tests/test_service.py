@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.engine import Engine, Policy
+from earl_jax.envs.text.conversation import Completion
 from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from tests.support.allocator import live_bytes
@@ -27,6 +29,7 @@ from tests.support.episodes import (
     collect,
     engine,
     open_service,
+    renderer,
     tasks,
     weights,
 )
@@ -78,11 +81,16 @@ def take(service: RolloutService, finished) -> list:
 # Tasks that come while others play.
 
 
-def test_the_oldest_version_of_an_episode_is_known_until_it_is_handed_out(pool):
+def test_the_oldest_version_of_an_episode_is_known_until_it_is_handed_out():
     """Also while what was sampled behind its last stop string is still to be discarded."""
-    stops = tuple("abcdefghijklmnopqrstuvwxyz0123456789")
-    service = open_service(pool, stop_strings=stops, max_tokens=LONG)
-    service.submit(tasks(24))
+    service = open_service(
+        None,
+        None,
+        stop_strings=tuple("012345678"),
+        new_conversation=lambda: Completion(renderer().decode, renderer().end_of_turn_ids),
+    )
+    prompt = Prompt(token_ids=(5, 6, 7))
+    service.submit([Task(episode=n, group=n, prompt=prompt) for n in range(24)])
     known, held_back = set(), 0
     while service.is_busy:
         handed_out = {finished.ticket for finished in take(service, service.step())}

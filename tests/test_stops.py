@@ -6,17 +6,20 @@ import dataclasses
 
 import pytest
 
-from earl_jax.envs.text.conversation import Conversation
+from earl_jax.envs.text.conversation import Completion, Conversation
 from earl_jax.rollout.config import Stops
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.run.build import build_run
 from tests.support.environments import Talker
 from tests.support.episodes import (
     MAX_TOKENS,
     assert_same_episodes,
+    check_row,
     check_rows,
     collect,
     engine,
     forgetful_renderer,
+    open_service,
     renderer,
     tasks,
     tokenizer,
@@ -91,6 +94,31 @@ def test_what_is_sampled_behind_a_stop_leaves_no_trace(pool, one_by_one):
     assert rollout.stats.rollout_tokens == one_by_one.stats.rollout_tokens
     assert_same_episodes(one_by_one.trajectories, rollout.trajectories)
     check_rows(rollout, NUM_TASKS)
+
+
+def test_an_episode_is_handed_out_though_the_next_one_of_its_slot_ends_alike():
+    """Its row is ready a round after its stop string, in which the next episode has ended, too."""
+    task = Task(
+        episode=0,
+        group=0,
+        prompt=Prompt(token_ids=(5, 6, 7)),
+        stops=Stops(strings=tuple("012345678")),
+    )
+    service = open_service(
+        None,
+        None,
+        params=weights(ends_turns=False),
+        new_conversation=lambda: Completion(renderer().decode, renderer().end_of_turn_ids),
+    )
+    service.submit([dataclasses.replace(task, episode=n, group=n) for n in range(48)])
+    handed_out = []
+    while service.is_busy:
+        handed_out.append(len(finished := service.step()))
+        for each in finished:
+            check_row(service, each)
+            assert len(each.trajectory.turns[-1].token_ids) == 1
+    assert handed_out == [0, 16, 16, 16]
+    assert service.stats.discarded_tokens == 48 * 3
 
 
 def test_stop_ids_end_turns_on_the_devices(pool):

@@ -60,8 +60,9 @@ class Branches:
         agents = self._agents(end)
         if not agents:
             return
-        free, crowded = self._blocks.by_age(range(len(self._slots))), self._blocks.crowded
-        free = [slot for slot in free if self._slots[slot] is None and slot not in crowded]
+        crowded = self._blocks.crowded
+        free = [slot for slot, each in enumerate(self._slots) if each is None]
+        free = self._blocks.by_age([slot for slot in free if slot not in crowded])
         opened: dict[int, Callable[[], Answer]] = {}
         polls: dict[int, Callable[[], str | None]] = {}
         for episode in agents:

@@ -407,6 +407,8 @@ class OpenGroups:
 
     def _add(self, finished: Sequence[Finished]) -> None:
         """Adds finished episodes to their groups."""
+        if not finished:
+            return
         owners = {ticket: group for group in self._groups.values() for ticket in group.tickets}
         for each in finished:
             group = owners[each.ticket]

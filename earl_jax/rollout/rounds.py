@@ -166,7 +166,7 @@ class Rounds:
 
     def _choose(self, engine: Engine, reading: Sequence[int]) -> Sequence[int]:
         """Returns the slots of these that append a chunk in this round; the others wait."""
-        if self._on_tokens is None:
+        if self._on_tokens is None or not reading:
             return reading
         waiting = set(reading)
         chosen = [slot for slot in self._turns if slot in waiting]

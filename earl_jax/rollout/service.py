@@ -219,6 +219,7 @@ class RolloutService:
         self._refill()
         self._take_answers()
         self.session = self._host_rows.write(self.session)
+        num_ended = len(self._ended)
         if self._has_round:
             self.session = self._blocks.fit(self._move_the_last(self.session))
             self.session, turns = self._rounds.play(self.session)
@@ -233,7 +234,7 @@ class RolloutService:
             )
         # Rows that moved for episodes that are over without a round.
         self.session = self._row_pool.settle(self.session)
-        return self._hand_out()
+        return self._hand_out(num_ended)
 
     def drain(self) -> Iterator[list[Finished]]:
         """Plays all tasks to their end, and `more` of them. Yields the finished ones of a round."""
@@ -357,11 +358,16 @@ class RolloutService:
         self._slots[slot] = None
         self._blocks.end(slot, episode)
 
-    def _hand_out(self) -> list[Finished]:
-        """Returns the episodes that are over whose rows the next round leaves as they are."""
+    def _hand_out(self, num_before: int) -> list[Finished]:
+        """Returns the episodes that are over whose rows the next round leaves as they are.
+
+        The first `num_before` had ended before this round: what their slots discard now is of
+        other episodes.
+        """
+        before, ended = self._ended[:num_before], self._ended[num_before:]
         discards = self._rounds.discards
-        ready = [each for each in self._ended if each[0] not in discards]
-        self._ended = [each for each in self._ended if each[0] in discards]
+        ready = before + [each for each in ended if each[0] not in discards]
+        self._ended = [each for each in ended if each[0] in discards]
         for _, finished, is_unwritten in ready:
             self._row_pool.hold(finished)
             if is_unwritten:
@@ -382,6 +388,8 @@ class RolloutService:
         if self.holds_tasks or not free:
             return False
         self._submit_more()
+        if not self._scheduler.num_waiting:
+            return False
         opened = {}
         offered = self._row_pool.offer(self._blocks.by_age(free))
         if self._scheduler.needs_lengths:
