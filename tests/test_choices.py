@@ -29,6 +29,7 @@ from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
 from earl_jax.envs.environment import Start
 from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.run.build import build_run
+from earl_jax.serving.requests import RequestError, RequestOptions, allow
 from earl_jax.sharding.layout import MeshShape
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.episodes import (
@@ -223,6 +224,22 @@ def full_logits(trajectory):
     segments = (np.arange(64) < len(whole)).astype(np.int32)[None]
     logits = jax.jit(functools.partial(row_logits, MODEL))(params, ids, segments)
     return np.asarray(logits, np.float64)[0]
+
+
+@pytest.mark.parametrize(
+    "choices", [[f"{i}" for i in range(50_000)], ["a" * 100_000], ["a", "b" * 769]]
+)
+def test_choices_that_no_server_takes_are_refused_before_they_are_encoded(choices):
+    """A client could hold up all others with them, and fill the memory with their trees."""
+    encoded = []
+    options = RequestOptions(sampling=Sampling(), choices=tuple(choices))
+    with pytest.raises(RequestError, match=r"choices takes at least \d+ different .* takes 256"):
+        allow(options, 8, 256, encoded.append, token_bytes=3)
+    assert not encoded
+    kept = allow(
+        dataclasses.replace(options, choices=("ab",)), 8, 256, lambda text: (5, 6), token_bytes=3
+    )
+    assert kept.choice_ids == ((5, 6),)
 
 
 def test_only_choices_are_sampled_with_log_probs_among_the_choices(pool):

@@ -363,7 +363,11 @@ BAD_WISHES = {
     "long choice": ('{"choices": ["abcde"]}', "a reply of 5 tokens, and max_tokens is 4; raise it"),
     "many choices": (
         json.dumps({"choices": [f"{i:03}" for i in range(300)]}),
-        r"choices takes 633 different .* takes 256 \(--max_choice_tokens",
+        r"choices takes at least 300 different .* takes 256 \(--max_choice_tokens",
+    ),
+    "many branches": (
+        json.dumps({"choices": [f"{i:03}" for i in range(200)]}),
+        r"choices takes 422 different .* takes 256 \(--max_choice_tokens",
     ),
     "many tokens": (
         json.dumps({"allowed_token_ids": [*range(257)] * 2}),

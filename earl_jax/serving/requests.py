@@ -256,14 +256,28 @@ def allow(
     max_tokens: int,
     branches: int,
     ids_of: Callable[[str], tuple[int, ...]],
+    token_bytes: int,
     where: str = IN_METADATA,
 ) -> RequestOptions:
     """Returns the options with `choice_ids`, for an engine of at most so many `branches`.
 
-    `ids_of` returns the ids of a whole reply of a text, its end included. Raises RequestError.
+    `ids_of` returns the ids of a whole reply of a text, its end included; a token has at most
+    `token_bytes` bytes of it. Raises RequestError.
     """
     if not options.choices and not options.allowed_token_ids:
         return options
+
+    def check(what: str, needed: int, words: str = "") -> None:
+        if needed > branches:
+            raise _invalid(
+                f"{where}{what} takes {words}{needed} different continuations, token by token; "
+                f"this server takes {branches} (--max_choice_tokens when it was started)"
+            )
+
+    # Before they are encoded, which holds up other requests, and their tree is kept.
+    most_bytes = max((len(text.encode()) for text in options.choices), default=0)
+    least = max(len({*options.choices}), -(-most_bytes // token_bytes))
+    check("choices", least, "at least ")
     replies = tuple(dict.fromkeys(map(ids_of, options.choices)))
     tokens = tuple(dict.fromkeys(options.allowed_token_ids))
     longest = max(map(len, replies), default=0) - 1
@@ -280,12 +294,7 @@ def allow(
             f"{where}stop_token_ids holds {idle[0]}, which {where}{what} never "
             "lets come; add it there, or remove it"
         )
-    needed = len(choice_tree(replies)[0]) or len(tokens)
-    if needed > branches:
-        raise _invalid(
-            f"{where}{what} takes {needed} different continuations, token by token; this "
-            f"server takes {branches} (--max_choice_tokens when it was started)"
-        )
+    check(what, len(choice_tree(replies)[0]) or len(tokens))
     return dataclasses.replace(options, choice_ids=replies)
 
 

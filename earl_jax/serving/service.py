@@ -114,8 +114,14 @@ class Service:
 
     def allow(self, options: RequestOptions, max_tokens: int, where: str) -> RequestOptions:
         """Returns the options with their choices as ids. Raises RequestError."""
+        tokenizer = self._tokenizer
         return allow(
-            options, max_tokens, self._choice_branches, self._tokenizer.reply_ids, where=where
+            options,
+            max_tokens,
+            self._choice_branches,
+            tokenizer.reply_ids,
+            tokenizer.longest_token_bytes,
+            where=where,
         )
 
     async def encode(self, name: str, **job: Any) -> list[int]:
