@@ -10,6 +10,7 @@ import fnmatch
 import gc
 import importlib.metadata
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -158,6 +159,24 @@ def pool():
     pool = EnvironmentPool(2, timeout_s=60.0)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """The checkpoints of a run, of which it keeps two."""
+    from earl_jax.train.checkpoint import Checkpoints
+
+    opened = Checkpoints(tmp_path / "checkpoints", keep=2)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A checkpoint in one file, to be damaged."""
+    from tests.support.references import CHECKPOINT
+
+    return Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -276,7 +276,7 @@ def test_a_closed_pool_cancels_its_coroutines():
     assert wait_until(lambda: ended and not ended[0].is_alive())
 
 
-def test_a_process_with_coroutines_that_hang_exits_at_once():
+def test_a_process_with_environments_that_hang_exits_at_once():
     code = """
 import asyncio, time
 from earl_jax.envs.event_loop import after
@@ -285,13 +285,14 @@ async def block():
     time.sleep(1000)
 pool = EnvironmentPool(2, timeout_s=1.0)
 calls = [lambda: after(asyncio.sleep(1000), str), lambda: after(asyncio.sleep(0, 1), str),
-         lambda: after(block(), str)]
+         lambda: after(block(), str), lambda: time.sleep(1000), lambda: 2]
 print([getattr(o, 'stop_reason', o) for o in pool.run(calls[:2]) + pool.run(calls[2:])])
 pool.calls().submit({0: calls[0]})
 """
     # The time limit is the claim: the calls hang for 1000 s.
     done = run_python("-c", code, timeout=60)
-    assert done.stdout == "['environment_timeout', '1', 'environment_timeout']\n"
+    hung = "environment_timeout"
+    assert done.stdout == f"{[hung, '1', hung, hung, 2]}\n"
     assert (done.returncode, done.stderr) == (0, "")
 
 

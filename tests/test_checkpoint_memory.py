@@ -13,7 +13,6 @@ from earl_jax.run.position import Position
 from earl_jax.run.saver import save as save_position
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.offload import is_offloaded, offload_moments
 from earl_jax.train.saved_state import copy_to_save
 from earl_jax.train.state import state_shardings
@@ -43,13 +42,6 @@ PLACEMENT = types.SimpleNamespace(
     as_dict=dict,
     table=types.SimpleNamespace(as_dict=dict),
 )
-
-
-@pytest.fixture
-def checkpoints(tmp_path):
-    opened = Checkpoints(tmp_path / "checkpoints", keep=2)
-    yield opened
-    opened.close()
 
 
 def state_on(layout):

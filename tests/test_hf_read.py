@@ -36,12 +36,6 @@ from tests.support.references import (
 from tests.support.settings import make_config
 
 
-@pytest.fixture
-def copied(tmp_path):
-    """A checkpoint in one file, to be damaged."""
-    return Path(shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "checkpoint"))
-
-
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next"])
 def test_a_device_reads_its_slice_and_nothing_else(name, monkeypatch):
     given, expected, mesh = checkpoint(name), loaded(name), mixed(name)
