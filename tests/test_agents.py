@@ -457,7 +457,7 @@ def test_requests_that_cannot_be_answered_are_refused_and_the_agent_may_go_on(
         raise AssertionError(body["error"]["message"])
 
 
-def test_what_an_address_has_and_for_how_long(monkeypatch):
+def test_endpoint_serves_its_paths_until_the_episode_ends(monkeypatch):
     urls = []
 
     def agent(base_url):
@@ -503,7 +503,7 @@ def test_an_agent_that_raises_or_never_asks_fails_its_episode(monkeypatch, agent
         play(agent, [], monkeypatch)
 
 
-def test_what_an_agent_must_return(monkeypatch):
+def test_agent_must_return_a_reward_or_an_answer(monkeypatch):
     def agent(base_url):
         chat(base_url, [user("a")])
 

@@ -685,7 +685,7 @@ def test_a_replay_that_does_something_else_says_so(short, tmp_path):
         train(config, tmp_path / "other", replay=tmp_path)
 
 
-def test_what_has_no_effect_is_refused():
+def test_settings_without_effect_are_refused():
     with pytest.raises(InputError, match="asynchrony.kv = 'keep' has no effect"):
         config_of(staleness=0, kv="keep")
     with pytest.raises(InputError, match="refill = 1 has no effect.*'grpo' keeps every group"):

@@ -34,7 +34,7 @@ def test_the_most_steps_in_a_row_without_a_new_program_count():
     assert [row["step"] for row in counted_steps(metrics, 4)] == [8]
 
 
-def test_what_each_takes_however_large_it_is_follows_from_sizes_and_seconds():
+def test_fixed_cost_is_the_intercept_of_seconds_over_sizes():
     assert fixed_cost([(10, 3.0), (20, 5.0), (40, 9.0)]) == pytest.approx(1.0)
     assert fixed_cost([(10, 1.0), (20, 3.0)]) == 0.0
     assert fixed_cost([(10, 1.0), (10, 3.0)]) == 0.0

@@ -504,7 +504,7 @@ def test_environments_that_misbehave_end_their_own_episode_only():
     [(MeshShape(data=8), "off"), (MeshShape(data=2, tensor=2), "on")],
     ids=["a row shard", "in all"],
 )
-def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatch):
+def test_shared_beginnings_of_prompts_are_prefilled_once(pool, mesh, copies, monkeypatch):
     """Two prompts that differ in one token of 29, for 44 episodes.
 
     Read by each of eight row shards of two slots; or once, where two shards of eight slots copy

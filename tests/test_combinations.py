@@ -153,7 +153,7 @@ def test_settings_that_break_a_rule_are_refused_in_its_words(changes, words):
 
 
 @pytest.mark.parametrize(("changes", "words"), LEARNING_REFUSED)
-def test_what_cannot_be_learnt_from_is_refused_and_can_be_evaluated(changes, words):
+def test_rules_of_learning_refuse_training_but_not_evaluation(changes, words):
     config = changed(changes)
     [rule] = broken(OF_LEARNING, config, environment_of(config))
     with pytest.raises(InputError, match=re.escape(words)) as error:

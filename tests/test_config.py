@@ -92,7 +92,7 @@ def test_an_override_changes_its_key_alone_and_the_last_one_counts():
     assert (config.train.epochs, config.train.micro_batches, config.num_steps) == (4, 4, 5)
 
 
-def test_what_was_given_is_not_changed():
+def test_making_a_config_leaves_the_given_settings_unchanged():
     given = {"train": {"epochs": 2}}
     before = copy.deepcopy(given)
     make_config(given, ["train.epochs=3"])
@@ -427,7 +427,7 @@ def test_a_key_without_effect_is_an_error_that_says_why(idle, path, reason):
     make_config({}, idle[1:])
 
 
-def test_what_an_override_leaves_without_effect_may_leave_more_without():
+def test_override_resets_settings_that_lose_their_effect_in_turn():
     given = {"algorithm": "dapo", "asynchrony": {"refill": 2, "rule": "drop"}}
     given["rollout"] = {"group_size": 2}
     assert make_config(given, ["algorithm=grpo"]).asynchrony == AsynchronyConfig()
@@ -582,7 +582,7 @@ def test_the_defaults_suit_a_pretrained_model():
     assert config.rollout.max_turn_tokens == 1024 and config.rollout.max_episode_tokens == 0
 
 
-def test_what_a_file_leaves_open_must_be_given():
+def test_required_placeholders_of_a_file_must_be_given():
     given = ConfigDict({"seed": 3, "model": {"path": config_dict.required_placeholder(str)}})
     with pytest.raises(ValueError, match=r"config.model.path is left open .*--config.model.path="):
         make_config(given)
@@ -592,7 +592,7 @@ def test_what_a_file_leaves_open_must_be_given():
     assert (config.seed, config.model.path) == (3, "/here")
 
 
-def test_what_an_override_leaves_without_effect_takes_its_default():
+def test_override_resets_settings_that_lose_their_effect():
     given = {"train": {"sft_steps": 5, "sft_updates": 3}}
     config = make_config(given, ["train.sft_steps=0"])
     assert (config.train.sft_steps, config.train.sft_updates) == (0, Config().train.sft_updates)

@@ -54,7 +54,7 @@ def test_a_row_is_folded_in_the_middle():
 
 
 @pytest.mark.parametrize(("length", "context"), [(1, 2), (2100, 8)])
-def test_what_is_folded_is_unfolded(length, context):
+def test_unfolding_inverts_folding(length, context):
     layout = layout_of(f"context={context}")
     rows = jax.random.randint(jax.random.key(0), (3, length), 1, 99)
     folded = fold(layout, rows)
@@ -337,7 +337,7 @@ def test_parameters_are_cut_over_context_as_over_fsdp():
     assert resident_bytes(shapes, where) == resident_bytes(shapes, other)
 
 
-def test_what_trains_moves_to_a_mesh_without_the_axis_and_back():
+def test_train_state_moves_to_a_mesh_without_context_and_back():
     """Parameters and moments, from device to device; and the policy to an engine's layout."""
     state, _ = placed_on("gemma", layout_of("context=4,tensor=2"))
     there = state_shardings(GEMMA, PLAIN, VOCAB, layout_of("data=2,fsdp=4"))

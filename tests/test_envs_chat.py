@@ -124,7 +124,7 @@ def test_an_environment_cannot_write_control_tokens(token):
 
 
 @pytest.mark.parametrize("text", ["\ud800", "4\udfff", None, 4, b"4"])
-def test_what_is_no_text_is_refused(text):
+def test_messages_that_are_no_valid_text_are_refused(text):
     for render in (CHAT.first, CHAT.answer):
         with pytest.raises(ValueError, match="a message"):
             render(text)

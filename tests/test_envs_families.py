@@ -470,7 +470,7 @@ QWEN = (
         ),
     ],
 )
-def test_what_is_appended_by_hand(name, first, user, tool):
+def test_appended_ids_by_hand(name, first, user, tool):
     conversation = Conversation(chat(name))
     assert chat(name).decode(conversation.open((SYSTEM, ASK)).ids) == first
     assert text_behind(name, conversation.answer((ASK,)).ids) == user
@@ -754,7 +754,7 @@ def test_a_text_on_which_the_template_acts_is_an_error_of_its_own():
         renderer.first(" sudo ls")
 
 
-def test_what_is_checked_in_is_what_the_script_writes(tmp_path):
+def test_tokenizers_in_the_repository_are_those_of_the_script(tmp_path):
     import sys
 
     sys.path.insert(0, str(FOLDERS))

@@ -61,7 +61,7 @@ def test_bytes_beside_a_broken_one_are_still_characters():
         ]
 
 
-def test_what_is_no_character_is_not_held_for_ever():
+def test_invalid_bytes_are_not_withheld_forever():
     """However much of it comes: three stay behind, and pushes stay cheap."""
     decoded = []
 

@@ -57,7 +57,7 @@ def test_the_whole_trail_is_paid_in_full():
 
 
 @pytest.mark.parametrize("reply", ["5", "-1", " 1", "01", "", "one", "x" * 999])
-def test_what_is_no_stone_is_illegal(reply):
+def test_reply_that_names_no_stone_is_illegal(reply):
     environment = trail()
     walk(environment, 2)
     result = check_step(environment.step(reply))

@@ -91,7 +91,7 @@ def test_numbers_are_multiplied_by_the_scales_of_their_blocks(quantized, tmp_pat
         ),
     ],
 )
-def test_what_cannot_be_read_is_an_error(quantized, change, words):
+def test_missing_or_mismatched_scales_are_an_error(quantized, change, words):
     folder, stored, _ = quantized
     change(stored)
     write(folder / "model.safetensors", stored)

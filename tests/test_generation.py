@@ -22,7 +22,7 @@ def write(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_what_a_familys_file_says():
+def test_generation_config_gives_the_end_ids_and_names_unused_settings():
     settings = read_generation_settings(TOKENIZERS / "llama3")
     tokenizer = load_tokenizer(TOKENIZERS / "llama3")
     names = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")

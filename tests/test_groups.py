@@ -97,7 +97,7 @@ def test_the_cheapest_pair_of_groups_has_the_stages_balanced():
     assert cheapest(rollouts[:1], trains, PRICES, CONTEXT, 1e9)["devices"] == [2, 4]
 
 
-def test_what_does_not_fit_has_no_step():
+def test_groups_that_do_not_fit_have_no_step():
     small = player(R4, 100.0, budget_bytes=10)
     with pytest.raises(BudgetTooSmall, match="no mesh for a rollout fits"):
         step_of(small, trainer(T8, 80.0), 1e9)

@@ -159,7 +159,7 @@ def test_a_conversation_is_that_of_chat(path, api):
         (MESSAGES, {"messages": [{"role": "assistant", "content": "a"}]}, "begun by the request"),
     ],
 )
-def test_what_is_not_supported_is_named(path, fields, words):
+def test_unsupported_fields_are_named(path, fields, words):
     api = Responses() if path == RESPONSES else Messages()
     with pytest.raises(HttpError, match=words) as caught:
         api.to_chat({**first(path), **fields})

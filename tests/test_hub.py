@@ -86,7 +86,7 @@ def test_a_local_folder_comes_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", NO_FOLDERS)
-def test_what_is_no_name_is_a_missing_folder(path):
+def test_path_that_is_no_repository_name_is_a_missing_folder(path):
     with pytest.raises(ValueError, match=r"no such folder( \(the current .*\))?; give the folder"):
         find_folder(path)
 

@@ -168,7 +168,7 @@ def test_a_query_gets_the_same_bits_wherever_its_chunk_begins(filled, window, ti
             np.testing.assert_array_equal(part[row, : left[row]], whole[row, begin : counts[row]])
 
 
-def test_what_is_read_is_what_is_there(filled):
+def test_reading_plan_lists_the_pages_that_a_row_and_its_window_need(filled):
     """Whole pages up to a row's end; with a window from the block on in which it begins."""
     cache, _, _, cached = filled
     ones = np.ones(ROWS, np.int32)

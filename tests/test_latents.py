@@ -316,7 +316,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts is None; it must be a whole"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(tmp_path, name, changed, words):
+def test_checkpoints_with_unsupported_settings_are_refused(tmp_path, name, changed, words):
     settings = json.loads((REFERENCE / name / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | changed))
     with pytest.raises(ValueError, match=words):

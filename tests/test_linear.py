@@ -411,7 +411,7 @@ def test_weights_change_while_episodes_play(pool, kv):
         assert max(gap for each in own for v, gap in each if v == each[0][0] == 0) < 5e-5
 
 
-def test_what_is_sampled_behind_a_stop_is_in_no_state(pool):
+def test_tokens_sampled_behind_a_stop_are_in_no_state(pool):
     """With a burst of four as with one, where nothing is discarded."""
 
     def tell(burst: int):

@@ -46,7 +46,7 @@ def test_a_reply_is_paid_if_its_answer_is_equal(answer, reply, equal, answered):
     assert (end.reward, end.metrics) == (equal, {"answered": answered})
 
 
-def test_what_takes_too_long_or_too_much_memory_is_not_equal():
+def test_comparison_beyond_its_time_or_memory_limit_is_not_equal():
     for reply in ("$9^{9^{9^{9}}}$", "$9^{9^9}$"):
         assert correct(reply, answer="2")["reward"] == 0.0
     # The processes are there for the next.

@@ -502,7 +502,7 @@ def test_a_reward_is_a_number_alone_or_in_a_dict_and_may_be_awaited():
 
 
 @pytest.mark.parametrize("given", [None, "1.0", [1.0], {"score": 1.0}, {"reward": None}])
-def test_what_is_no_reward_is_named_with_its_setting(given):
+def test_invalid_reward_is_named_with_its_setting(given):
     with pytest.raises(InputError, match=r"\(config.tasks.reward\) returned ") as error:
         step_of(lambda reply, **row: given)
     assert repr(given) in str(error.value)

@@ -90,7 +90,7 @@ def test_in_the_second_row_shard_numbers_are_those_of_the_whole_pool(table):
     assert rows(table, 1) == [[0], [0], [0], [5], [5], [6]]
 
 
-def test_what_begins_with_its_own_beginning_copies_nothing_unless_others_have_it_too(table):
+def test_slot_reusing_its_own_prefix_copies_only_shared_pages(table):
     table.hold(0, 10)
     assert table.begin(0, 0, 6) == [None]
     assert (rows(table)[0], table.num_free(0)) == ([0, 1, 0], 3)

@@ -110,7 +110,7 @@ def test_prefix_of_another_data_shard_is_copied_where_that_costs_less_than_prefi
     assert not worth(1000, "off")
 
 
-def test_what_an_engine_has_to_do_is_its_devices_share():
+def test_work_of_an_engine_is_the_share_of_one_device():
     """MODEL of test_collect: by hand from its sizes, one layer."""
     engines = map(player, MESHES[:2])
     one, two = (work_of(each.config, each.layout, 1000, 32) for each in engines)

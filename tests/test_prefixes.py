@@ -56,7 +56,7 @@ def sending():
     return index
 
 
-def test_what_another_shard_reads_is_waited_for_and_copied_where_that_is_worth_it(sending):
+def test_prefix_that_another_shard_prefills_is_awaited_and_copied_where_cheaper(sending):
     assert sending.find(3, [*SYSTEM, 30]) is None
     assert sending.find(3, [1, 2, 3, 4, 9]) is None, "four tokens"
     assert sending.find(3, [1, 2, 3, 9, 9]) == Shared(source=3, length=0), "less than a chunk"

@@ -75,7 +75,7 @@ def test_processes_that_count_at_once_get_different_numbers():
         assert all(numbers == sorted(numbers) for numbers in taken)
 
 
-def test_what_is_no_request_ends_no_counter():
+def test_malformed_requests_leave_the_counter_running():
     first, other = presences(2)
     for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"7\n", b"\xff\n"):
         with socket.create_connection((HERE, first.port)) as stranger:

@@ -176,7 +176,7 @@ def test_a_preset_trains_from_scratch_on_a_mixed_mesh(preset):
     assert record.updates[0]["logprob_mismatch_max"] <= 1e-4
 
 
-def test_what_is_given_beside_a_preset_overrides_it():
+def test_settings_beside_a_preset_override_it():
     small = model("model.num_layers=7", preset="gemma3-4b", width=64)
     assert (small.num_layers, small.width, small.head_size) == (7, 64, 256)
     assert small.layer_windows == (1024,) * 5 + (0, 1024) and small.post_norms

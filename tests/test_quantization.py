@@ -217,7 +217,7 @@ def test_publishing_rounds_on_any_layout_to_the_same_bytes(target, dtype):
     jax.tree.map(np.testing.assert_array_equal, published, alone)
 
 
-def test_what_travels_is_a_byte_a_number():
+def test_publishing_int8_moves_one_byte_per_number():
     """Each of eight devices has an eighth and wants all of it."""
     source, target = MeshShape(fsdp=8), MeshShape(data=8)
     params = trainer_tree(stacked_params(), MODEL, source)

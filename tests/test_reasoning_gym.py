@@ -126,7 +126,7 @@ def test_a_generator_without_answers_has_a_question_mark_as_example(library):
         ({"generators": ("game_of_life_halting",)}, "its verifier pays any reply in full"),
     ],
 )
-def test_what_the_library_does_not_have_is_an_error(library, arguments, message):
+def test_generators_and_settings_that_cannot_be_used_are_errors(library, arguments, message):
     with pytest.raises(InputError, match=message):
         ReasoningGym(**arguments)
 

@@ -36,7 +36,7 @@ TWICE = "two processes have config.distributed.process_id=1, on b and on c; numb
         ),
     ],
 )
-def test_what_is_wrong_with_the_members(members, words):
+def test_inconsistent_members_are_named(members, words):
     mistake = find_mistake([Member(*member) for member in members])
     assert mistake.startswith(words) and bool(mistake) == bool(words)
 

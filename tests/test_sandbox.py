@@ -317,7 +317,7 @@ def test_as_many_programs_run_at_a_time_as_there_are_processors():
     assert 1 <= most <= len(os.sched_getaffinity(0))
 
 
-def test_what_cannot_be_confined_is_not_run(monkeypatch):
+def test_program_is_not_run_where_the_sandbox_is_unavailable(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     sandbox.check_sandbox.cache_clear()
     try:

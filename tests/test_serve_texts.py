@@ -63,7 +63,7 @@ async def until(holds) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_what_a_template_does_wrong_is_an_error_of_its_request(tokenizer):
+def test_template_failure_is_an_error_of_its_request(tokenizer):
     async def play(texts) -> None:
         for job, words in (
             (message("d"), "chat template refuses the messages: .*zero"),

@@ -140,7 +140,7 @@ def test_a_demanded_call_is_begun_as_the_template_writes_it(template, behind):
     assert call_opening("no tools", "add") == ""
 
 
-def test_what_a_demanded_call_began_is_part_of_a_text_that_is_none():
+def test_opening_of_a_demanded_call_is_text_where_the_reply_is_no_call():
     opening = call_opening("<tool_call>", "")
     form = ChatForm(reply_of("15")[1].decode, tools=TOOLS, opening=opening)
     piece = Piece("15", None)

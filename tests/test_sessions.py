@@ -117,7 +117,7 @@ def test_without_it_a_reply_is_the_same_to_the_last_bit_whatever_is_in_the_cache
     assert turn.token_ids == fresh.token_ids and turn.logprobs == fresh.logprobs
 
 
-def test_what_weights_before_have_read_is_not_kept():
+def test_kv_cache_of_older_weights_is_not_reused():
     """The prompt was read before the update, and half of the reply sampled behind it."""
     service, chat = open_served(keep_replies=True), Chat(1)
     service.submit([chat.task()])

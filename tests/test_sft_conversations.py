@@ -300,7 +300,7 @@ def test_the_default_config_has_no_budget_for_conversations():
     assert file_config(given, supervised).selector.budget_bytes_per_device == 1_900_000
 
 
-def test_what_is_given_beside_it_and_has_no_effect_is_named_all_at_once():
+def test_settings_without_effect_beside_sft_are_named_together():
     supervised = ["algorithm=sft", "train.sft_path=x", "train.epochs=3", "train.mini_batches=3"]
     words = "config.train.epochs = 3 .*; config.train.mini_batches = 3 .*; remove these$"
     with pytest.raises(ValueError, match=words) as error:

@@ -113,7 +113,7 @@ def test_a_repeated_reshard_traces_and_compiles_nothing():
     assert_same_bits(tree, values)
 
 
-def test_what_is_there_already_is_not_copied():
+def test_arrays_already_in_place_are_not_copied():
     x = jax.device_put(np.arange(24), make_shardings("8x1x1")["tokens"])
     assert reshard(x, make_shardings("8x1x1")["tokens"]) is x
     flat = Mesh(np.array(jax.devices()[::-1]), ("row",))
@@ -198,7 +198,7 @@ def test_chunks_arrive_bit_for_bit_without_the_host(source, target, chunk_bytes)
     assert_same_bits(tree, values)
 
 
-def test_what_is_given_up_is_freed_but_not_what_is_shared():
+def test_donated_buffers_are_freed_unless_shared():
     """In chunks too: test_carry.py."""
     values = make_values()
     for target, freed in (("4x1x2", True), ("last six", True), ("8x1x1", False)):

@@ -360,7 +360,7 @@ def inputs_of(chunk, count, **changes) -> RoundInputs:
     return RoundInputs(**{**columns, "chunk": chunk, "count": count, **changes})
 
 
-def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
+def test_shared_prefix_equals_a_prefilled_one():
     """From a neighbour, from one that takes over in the same round, and from the slot itself."""
     rng = np.random.default_rng(5)
     prompt = rng.integers(1, VOCAB, 2 * CHUNK).astype(np.int32)

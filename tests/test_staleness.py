@@ -554,7 +554,7 @@ def driven(folder: Path, **changes) -> Driven:
     return run
 
 
-def test_what_finishes_first_goes_beyond_the_bound_by_admission_and_is_dropped_by_drop(tmp_path):
+def test_admission_exceeds_the_bound_and_drop_drops_late_groups(tmp_path):
     """A long group outlives the bound: AReaL's rule trains on it, "drop" gives it up."""
     assert max(driven(tmp_path / "admission", rule="admission").lags) > 1
     run = driven(tmp_path / "drop", rule="drop")
@@ -713,7 +713,7 @@ def test_open_groups_of_a_greater_bound_wait_for_their_turn_within_the_new_one(t
     assert set(run.lags) == {0}
 
 
-def test_what_is_wrong_is_refused():
+def test_values_out_of_range_are_refused():
     with pytest.raises(InputError, match="max_staleness is -1; it must be at least 0"):
         AsynchronyConfig(max_staleness=-1).validate()
     with pytest.raises(InputError, match="refill is -1; it must be at least 0"):

@@ -87,7 +87,7 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_string(one_by_one):
     assert ended["win"] >= 10 and ended["turn_too_long"]
 
 
-def test_what_is_sampled_behind_a_stop_leaves_no_trace(pool, one_by_one):
+def test_tokens_sampled_behind_a_stop_leave_no_trace(pool, one_by_one):
     """Host record and device rows are those of one token a round."""
     rollout = tell(pool, 4, Stops(strings=PLAIN))
     assert rollout.stats.discarded_tokens > NUM_TASKS
@@ -151,7 +151,7 @@ def test_stop_ids_end_turns_on_the_devices(pool):
     assert {t.stop_reason for t in on_device.trajectories} >= {"win"}
 
 
-def test_what_follows_a_stop_sees_exactly_what_is_recorded(pool):
+def test_tokens_behind_a_stop_attend_to_the_recorded_tokens_alone(pool):
     """By the trainer's forward pass over the record."""
     rollout = collect(
         pool,

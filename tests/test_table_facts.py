@@ -67,7 +67,7 @@ def test_facts_say_model_devices_versions_and_what_changes_programs(run):
     ],
     ids=["optimizer", "moments", "rows"],
 )
-def test_what_changes_the_bytes_of_a_program_is_a_fact(run, changes):
+def test_settings_that_change_program_bytes_are_facts(run, changes):
     assert facts_of(build_run(make_config(GIVEN | changes))) != facts_of(run)
 
 

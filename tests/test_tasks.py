@@ -80,7 +80,7 @@ def test_task_that_asks_gets_log_probs_under_the_model(pool):
             np.testing.assert_allclose(turn.model_logprobs, wanted, atol=1e-5)
 
 
-def test_what_cannot_be_is_refused_before_anything_is_played(pool):
+def test_invalid_task_settings_are_refused_before_the_rollout(pool):
     for asked, words in (
         ({"sampling": Sampling(top_p=0)}, r"episode 0: Task.sampling.top_p is 0"),
         ({"seed": -1}, r"episode 0: Task.seed is -1; it must lie between 0 and 2147483647"),

@@ -104,7 +104,7 @@ def test_an_episode_reads_as_written(tmp_path):
     }  # fmt: skip
 
 
-def test_what_is_not_finite_is_valid_json_and_texts_are_left_alone(tmp_path):
+def test_nonfinite_numbers_are_valid_json_and_texts_stay(tmp_path):
     episode = _trajectory(
         _turn("environment", "nan", (1,)),
         _turn("policy", "inf", (2, 3), (-math.inf, math.nan), (0, 0)),

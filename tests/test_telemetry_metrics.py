@@ -114,7 +114,7 @@ def test_numbers_of_numpy_and_jax_become_plain_and_none_is_left_out(tmp_path):
     )
 
 
-def test_what_is_not_finite_is_valid_json_and_comes_back_as_a_float(tmp_path):
+def test_nonfinite_numbers_are_valid_json_and_read_back_as_floats(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.write({"step": 1, "a": float("nan"), "b": {"c": np.float32("inf")}, "d": -math.inf})

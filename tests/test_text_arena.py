@@ -70,7 +70,7 @@ def test_a_game_is_that_of_its_seed_whatever_runs_beside_it(library):
 
 
 @pytest.mark.slow
-def test_what_a_game_refuses_is_shown_and_ends_it_the_second_time(library):
+def test_second_invalid_move_ends_a_game(library):
     env = TextArena(game="GuessTheNumber-v0", seed=1)
     assert "[" in check_start(env.start()).text
     first = check_step(env.step("it is seven"))

@@ -157,7 +157,7 @@ def test_a_class_may_describe_its_tools_itself():
 
 
 @pytest.mark.parametrize("given", [None, {}, [3], [{"name": "a"}], [{"function": {"name": "a"}}]])
-def test_what_is_no_description_of_a_tool_is_an_error(given, monkeypatch):
+def test_invalid_tool_description_is_an_error(given, monkeypatch):
     monkeypatch.setattr(Served, "describe", lambda self: given)
     with pytest.raises(InputError, match="whose describe.. returned .*; it must return a list of"):
         ToolUse(tools=[f"{__name__}:Served"], row=SUM, reward=tools.exact)
