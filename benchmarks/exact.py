@@ -7,7 +7,8 @@ uv run python -m benchmarks.exact --workdir=DIR [--workdir=DIR ...]
 Follows every game of the newest checkpoint at temperature 1, on both sides, against an opponent
 that draws from all legal moves ("random") and one that draws from the best ("minimax"): each legal
 reply has its probability by a full forward pass, all others together are illegal. Games less likely
-than `LEAST` are not followed; what they are together is in the table.
+than `LEAST` are not followed; what they are together is in the table. A table of learning.md;
+learning.py and kuhn.py take its functions.
 """
 
 import collections

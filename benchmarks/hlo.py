@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of a compiled program: its instructions, how often they run, and what they cost. Pure.
 
+Serves step_flops.py and decode_bytes.py.
+
 Operations are those of matrix products, a multiplication and an addition each. Bytes are those
 that an instruction moves from and to the device's memory: operands and results, of a slice what is
 cut out, of an update in place what is written, and nothing for what is kept in a core's own memory

@@ -7,7 +7,7 @@
 The service, its block manager, the table of pages, the index of prompts, and the inputs and outputs
 of rounds are those of the package. There are no devices: a round's tokens are there at once, and
 what it takes to make them up is left out. So are copies to and from devices, and environments.
-Prompts are those of prefixes.py, and all come at once.
+Prompts are those of prefixes.py, and all come at once. A table of rollout.md.
 """
 
 import gc

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and charts of the benchmark pages."""
+"""Tables and charts of the benchmark pages, for all scripts of this folder."""
 
 import argparse
 import importlib.metadata

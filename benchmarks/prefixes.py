@@ -8,7 +8,7 @@ The prompts of groups begin with one system message. One slot of each group read
 by chunk, and the others ask in each round whether it is there. Prompts come as arrays, made where
 they are rendered (`Observation.array`); what that takes is measured beside. The last line is of
 conversations in host memory that begin with one system message: the one that a prompt goes on from
-is looked for.
+is looked for. A table of rollout.md.
 """
 
 import gc

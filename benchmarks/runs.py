@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the benchmarks, in processes of their own."""
+"""Runs in processes of their own, for the scripts of this folder and for tests."""
 
 import contextlib
 import os

@@ -8,7 +8,7 @@ Runs the work of benchmarks/asynchrony.py on two CPU devices, of which one plays
 synchronously, streaming in 4 parts, and asynchronously with a staleness of 4, all with the same
 tasks. The picture has the same steps of each run, from its trace (config.log.trace): the first ones
 behind the warm-up in which no run compiled or loaded a program. With --from, runs that are in DIR
-are read, and only the others are made there.
+are read, and only the others are made there. The picture is on docs/concepts/async.md.
 """
 
 import dataclasses
