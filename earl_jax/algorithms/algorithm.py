@@ -14,6 +14,7 @@ from earl_jax.trajectory import Outcome, Trajectory
 
 Episode = Outcome | Trajectory
 Need = Literal["proximal", "reference", "groups"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 @flax.struct.dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of single tokens, and the statistics of log-probs that they are made of."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
-from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts, TokenLosses
+from earl_jax.algorithms.algorithm import KlEstimator, RewardFacts, TokenFacts, TokenLosses
 from earl_jax.algorithms.sequences import aggregate, group_means, sequence_sums
-
-KlEstimator = Literal["k1", "k2", "k3"]
 
 # Larger differences of log-probs are cut here: e^20 is 5e8, and its products are finite in fp32.
 _MAX_LOG_RATIO = 20.0

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from earl_jax.algorithms.algorithm import Need
-from earl_jax.algorithms.losses import KlEstimator
+from earl_jax.algorithms.algorithm import KlEstimator, Need
 from earl_jax.algorithms.sequences import AggregationName
 from earl_jax.settings.errors import InputError, check_bounds, check_choices
 

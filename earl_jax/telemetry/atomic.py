@@ -45,6 +45,14 @@ def write_atomically(path: Path, data: str | bytes, *, writer: str = "") -> None
         temporary.write_bytes(data)
 
 
+def remove_cut_line(path: Path) -> None:
+    """Removes a last line without an end, which a SIGKILL has cut."""
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        write_atomically(path, whole)
+
+
 def sync(path: Path) -> None:
     """Returns when a file, or the names in a folder, are on the disk."""
     number = os.open(path, os.O_RDONLY)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from earl_jax.settings.errors import InputError
-from earl_jax.telemetry.atomic import write_atomically
+from earl_jax.telemetry.atomic import remove_cut_line, write_atomically
 from earl_jax.trajectory import Trajectory
 
 # Of an update, by name.
@@ -193,14 +193,6 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _shorten(line: bytes) -> str:
     return repr(line[:60]) + ("..." if len(line) > 60 else "")
-
-
-def remove_cut_line(path: Path) -> None:
-    """Removes a last line without an end, which a SIGKILL has cut."""
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        write_atomically(path, whole)
 
 
 def scalars(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

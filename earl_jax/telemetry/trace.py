@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from earl_jax.telemetry.atomic import write_atomically
-from earl_jax.telemetry.metrics import remove_cut_line
+from earl_jax.telemetry.atomic import remove_cut_line, write_atomically
 
 # The tracks of a process. "gradients" has those that are computed while the host does other work.
 TRACKS = ("play", "train", "gradients")
