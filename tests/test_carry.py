@@ -46,20 +46,20 @@ def no_memory():
 
 
 @pytest.mark.parametrize(
-    "source, target, chunk_bytes",
+    "source, target",
     [
-        ((F8, "fsdp"), (CUBE, "fsdp", "tensor"), None),
-        ((CUBE, "fsdp", "tensor"), (F8, None, "fsdp"), 2**14),
-        ((D8,), (F8, "fsdp"), 2**14),
+        ((F8, "fsdp"), (CUBE, "fsdp", "tensor")),
+        ((CUBE, "fsdp", "tensor"), (F8, None, "fsdp")),
+        ((D8,), (F8, "fsdp")),
     ],
 )
-def test_all_arrays_arrive_and_the_sources_are_freed(source, target, chunk_bytes):
+def test_all_arrays_arrive_and_the_sources_are_freed(source, target):
     tree = made(*source)
     expected = jax.tree.map(np.array, tree)
     gc.collect()
     held = live_bytes()
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in tree.values())
-    moved, whole = carry(tree, to(*target), chunk_bytes, unless_out_of_memory)
+    moved, whole = carry(tree, to(*target), unless_out_of_memory)
     assert whole and is_placed(moved, to(*target))
     assert_same(expected, moved)
     arrived = sum(leaf.addressable_shards[0].data.nbytes for leaf in moved.values())
@@ -72,7 +72,7 @@ def test_relabelled_arrays_keep_their_buffers():
     expected = jax.tree.map(np.array, tree)
     where = to(D8, "data")
     assert not is_placed(tree, where)
-    moved, whole = carry(tree, where, None, unless_out_of_memory)
+    moved, whole = carry(tree, where, unless_out_of_memory)
     assert whole and is_placed(moved, where)
     assert_same(expected, moved)
 
@@ -111,13 +111,13 @@ def test_arrays_that_moved_before_memory_ran_out_stay_and_the_others_can_go_else
         return reshard(part, shardings, **options)
 
     monkeypatch.setattr(carry_module, "reshard", narrow)
-    moved, whole = carry(tree, to(CUBE, "fsdp", "tensor"), None, unless_out_of_memory)
+    moved, whole = carry(tree, to(CUBE, "fsdp", "tensor"), unless_out_of_memory)
     monkeypatch.undo()
     arrived = [is_placed(moved[n], to(CUBE, "fsdp", "tensor")[n]) for n in NAMES]
     assert arrived == [k < fails_at - 1 for k in range(4)]
     assert whole == all(arrived)
     assert_same(expected, moved)
-    moved, whole = carry(moved, to(D4T2, "tensor"), None, unless_out_of_memory)
+    moved, whole = carry(moved, to(D4T2, "tensor"), unless_out_of_memory)
     assert whole and is_placed(moved, to(D4T2, "tensor"))
     assert_same(expected, moved)
 
@@ -128,7 +128,7 @@ def test_other_errors_are_raised(monkeypatch):
 
     monkeypatch.setattr(carry_module, "reshard", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        carry(made(F8, "fsdp"), to(CUBE), None, unless_out_of_memory)
+        carry(made(F8, "fsdp"), to(CUBE), unless_out_of_memory)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_move_that_does_not_fit_at_once_fits_piece_by_piece(source, target):
     with memory_limit(held + 3 * 2**15) as allocator:
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
             jax.block_until_ready(reshard(tree, where))
-        moved, whole = carry(tree, where, None, unless_out_of_memory)
+        moved, whole = carry(tree, where, unless_out_of_memory)
     assert whole and is_placed(moved, where)
     assert len(allocator.refused) == 2
     assert_same(expected, moved)
@@ -161,7 +161,7 @@ def test_a_move_that_fits_in_no_way_leaves_the_tree_where_it_was():
     expected = jax.tree.map(np.array, tree)
     gc.collect()
     with memory_limit(max(live_bytes().values()) + 2**10):
-        moved, whole = carry(tree, where, None, unless_out_of_memory)
+        moved, whole = carry(tree, where, unless_out_of_memory)
     assert not whole and is_placed(moved, to(F8, "fsdp"))
     assert_same(expected, moved)
     assert not any(jnp.isnan(leaf).any() for leaf in moved.values())

@@ -153,8 +153,9 @@ def test_as_dict_is_json_and_builds_the_same_config_again():
             "there is config.rollout.num_slots",
         ),
         (
-            {"dispatch": {"xyz": 1}},
-            "config.dispatch.xyz is not a field of DispatchConfig; its fields are chunk_bytes",
+            {"log": {"xyz": 1}},
+            "config.log.xyz is not a field of LogConfig; its fields are trace, trackers, "
+            "trajectories_every_steps",
         ),
     ],
 )
@@ -610,7 +611,7 @@ def test_override_resets_settings_that_lose_their_effect():
 def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path):
     given = {
         "selector": {"horizon_steps": 20, "hysteresis": 0.2, "budget_bytes_per_device": 9},
-        "dispatch": {"forbid_host_bytes": "auto"},
+        "dispatch": {"forbid_host_bytes": "auto", "chunk_bytes": 0},
         "log": {"tensorboard": False, "report_every_steps": 5},
         "env": {"max_failed_steps": 3},
         "train": {"max_skipped_steps": 5, "lora": {"base_dtype": "float32"}},
@@ -621,7 +622,6 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
     for override in (
         "selector.horizon_steps=3",
         "selector.hysteresis=0.2",
-        "dispatch.forbid_host_bytes=False",
         "log.tensorboard=True",
         "log.report_every_steps=5",
         "train.max_skipped_steps=5",

@@ -214,9 +214,9 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
     expected = [np.array(leaf) for leaf in jax.tree.leaves(state)]
     first, asked = placement.train, []
 
-    def short(tree, shardings, chunk_bytes, attempt):
+    def short(tree, shardings, attempt):
         asked.append(jax.tree.leaves(shardings)[0].mesh)
-        return (tree, False) if len(asked) == 1 else carry(tree, shardings, chunk_bytes, attempt)
+        return (tree, False) if len(asked) == 1 else carry(tree, shardings, attempt)
 
     monkeypatch.setattr(moves, "carry", short)
     moved = move_state(placement, state)

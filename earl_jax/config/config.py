@@ -19,7 +19,6 @@ from earl_jax.config.idle import check_effects
 from earl_jax.config.sections import (
     CheckpointConfig,
     DevicesConfig,
-    DispatchConfig,
     EvalConfig,
     LogConfig,
 )
@@ -78,7 +77,6 @@ class Config:
     rollout: RolloutConfig = RolloutConfig()
     asynchrony: AsynchronyConfig = AsynchronyConfig()
     selector: SelectorConfig = SelectorConfig()
-    dispatch: DispatchConfig = DispatchConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()

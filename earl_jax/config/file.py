@@ -63,7 +63,7 @@ _FORMER_OF_MODEL = (
 # Keys of earlier versions: the key that took their place, or a sentence about those that are no
 # more, without which the config.json of an earlier run is read.
 RENAMED_KEYS = {
-    "config.dispatch.forbid_host_bytes": "a run in which such bytes pass the host ends",
+    "config.dispatch": "a move goes all at once, a trainer's in pieces where memory is short",
     "config.rollout.append_rows": "it is fixed (APPEND_TOKENS in engine/config.py)",
     "config.rollout.copy_prefixes": "prompts are copied from shard to shard where that is faster",
     "config.rollout.model_logprobs": "they are recorded where config.train.ratio is 'model'",

@@ -24,7 +24,6 @@ MAY_CHANGE: dict[str, str] = {
     "checkpoint": "From the next checkpoint on.",
     "eval": "From the next evaluation on.",
     "devices": "The checkpoint is read by any number of devices; results then differ by rounding.",
-    "dispatch": "From the next step on.",
     "selector": "Budgets and candidates of meshes. Results differ by rounding where another mesh "
     "is chosen.",
     "env.timeout_s": "From the next step on.",

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of devices, dispatch, checkpoints, evaluation and logs."""
+"""Settings of devices, checkpoints, evaluation and logs."""
 
 import dataclasses
 from typing import Literal
@@ -40,24 +40,6 @@ class DevicesConfig:
     def are_apart(self) -> bool:
         """True if no device both plays and trains."""
         return self.num_rollout != 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DispatchConfig:
-    """Settings of moves of arrays from layout to layout.
-
-    `chunk_bytes` bounds the bytes in flight on a device while weights, optimiser state or KV caches
-    move; 0: a move goes all at once, which is faster.
-    """
-
-    chunk_bytes: int = 0
-
-    def validate(self) -> None:
-        """Raises ValueError naming the field that breaks a rule."""
-        if self.chunk_bytes < 0:
-            raise InputError(
-                f"config.dispatch.chunk_bytes is {self.chunk_bytes}; give bytes, or 0 for no bound"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,9 +29,7 @@ class Published:
     moved_bytes: int
 
 
-def publish(
-    params: Any, shapes: Any, shardings: Any, *, chunk_bytes: int | None = None
-) -> Published:
+def publish(params: Any, shapes: Any, shardings: Any) -> Published:
     """Unstacks layers, merges adapters, casts or quantises, and moves to the rollout layout.
 
     Over the same devices a cast is one compiled program with the move. int8 is made from fp32,
@@ -44,7 +42,6 @@ def publish(
         params: the trainer's tree, layers stacked on the leading axis; some may be `Adapted`.
         shapes: shapes and types of the engine's tree, layers as a list; some may be `Quantized`.
         shardings: where the engine wants each of them.
-        chunk_bytes: how much a device may hold of what is under way to others (see `reshard`).
     """
     made = _where_made(params, shapes)
     sources = jax.tree.map(lambda leaf: leaf.sharding, made)
@@ -57,7 +54,7 @@ def publish(
             made_here = absent_tree(made, sources)
         # Where nothing is to be done to a weight, its program returns the trainer's own buffer.
         donate = not _shares_buffers(params, made_here)
-        moved = reshard(made_here, shardings, chunk_bytes=chunk_bytes, donate=donate)
+        moved = reshard(made_here, shardings, donate=donate)
     else:
         moved = program_of(params, shapes, shardings)(params)
     described = tuple(
@@ -73,8 +70,6 @@ def publish_to_engines(
     shapes: Any,
     shardings: Any,
     global_layout: Layout,
-    *,
-    chunk_bytes: int | None = None,
 ) -> Published:
     """Publishes to the engines of all processes, each of which has a copy; every process calls it.
 
@@ -87,10 +82,9 @@ def publish_to_engines(
         shapes: as in `publish`.
         shardings: where this process's engine wants each weight.
         global_layout: the rollout's layout over the devices of all processes that play.
-        chunk_bytes: as in `publish`.
     """
     everywhere = jax.tree.map(lambda own: NamedSharding(global_layout.mesh, own.spec), shardings)
-    published = publish(params, shapes, everywhere, chunk_bytes=chunk_bytes)
+    published = publish(params, shapes, everywhere)
     if not jax.tree.leaves(everywhere)[0].addressable_devices:
         return published
     return dataclasses.replace(published, params=same_shards(published.params, shardings))

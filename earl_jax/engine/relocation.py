@@ -20,8 +20,6 @@ def relocate(
     engine: Engine,
     max_tokens: int,
     pool: Pool,
-    *,
-    chunk_bytes: int | None = None,
 ) -> Session:
     """Moves live episodes and their weights: to another engine, more tokens, another pool.
 
@@ -37,7 +35,6 @@ def relocate(
         max_tokens: tokens an episode, no fewer than before.
         pool: at least `session.pages.least_pages(pool.shards)` pages in each of the row shards of
             `engine`. Prompts that idle slots keep are given up where there are not enough for them.
-        chunk_bytes: as for `reshard`.
 
     Returns:
         The new session, when it is there.
@@ -58,7 +55,7 @@ def relocate(
     def move(tree: Any, shardings: Any) -> Any:
         # Weights may have been let go, for others that arrive behind the move.
         same = engine is session.engine or tree is None
-        return tree if same else reshard(tree, shardings, chunk_bytes=chunk_bytes)
+        return tree if same else reshard(tree, shardings)
 
     params = move(session.policy.params, engine.parameter_shardings)
     if _gathers_there(session.pool, pool):

@@ -90,8 +90,7 @@ def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
 
     def together(shardings: Any) -> TrainState:
         with stages.cluster.limited("the switch of the trainer"):
-            moved = reshard(state, shardings, chunk_bytes=stages.chunk_bytes, donate=True)
-            return jax.block_until_ready(moved)
+            return jax.block_until_ready(reshard(state, shardings, donate=True))
 
     while True:
         shardings = stages.learner.state_shardings(placement.train.mesh).like(state)
@@ -106,7 +105,7 @@ def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
             state, whole = moved, True
         else:
             attempt = functools.partial(placement.attempt, None)
-            state, whole = carry(state, shardings, stages.chunk_bytes, attempt)
+            state, whole = carry(state, shardings, attempt)
         placement.log.switch_s += time.perf_counter() - start
         if whole:
             return state
@@ -148,7 +147,6 @@ def publish_policy(
             engine.parameter_shapes,
             engine.parameter_shardings,
             stages.layouts.rollout(mesh),
-            chunk_bytes=stages.chunk_bytes,
         )
         jax.block_until_ready(published.params)
     return Policy(params=published.params, version=version), published.moved_bytes
@@ -338,8 +336,7 @@ def relocate_session(placement: Placement, session: Session, plan: RolloutPlan) 
     # Those that share an engine move together, and rows may be on their way to other processes.
     with moving(), stages.cluster.limited("the move of live episodes"):
         max_tokens = max(placement.max_tokens, session.max_tokens)
-        chunk_bytes = stages.chunk_bytes
-        moved = relocate(session, engine, max_tokens, pool, chunk_bytes=chunk_bytes)
+        moved = relocate(session, engine, max_tokens, pool)
         jax.block_until_ready((moved.policy.params, moved.state))
     if engine is not session.engine:
         placement.log.switch_s += time.perf_counter() - start

@@ -26,9 +26,8 @@ from earl_jax.train.state import TrainState
 class Stages:
     """Rollout and training of a run, and the problem of placing them.
 
-    `feeds_table`: real steps feed the throughput table. A move under way holds `chunk_bytes` of a
-    device; None: all of it at once. Conversations to learn from have up to `example_tokens` tokens,
-    those that are held out `held_out_tokens`; 0: there are none.
+    `feeds_table`: real steps feed the throughput table. Conversations to learn from have up to
+    `example_tokens` tokens, those that are held out `held_out_tokens`; 0: there are none.
     """
 
     problem: Problem
@@ -38,7 +37,6 @@ class Stages:
     learner: Learner
     rollout: RolloutConfig
     feeds_table: bool = False
-    chunk_bytes: int | None = None
     example_tokens: int = 0
     held_out_tokens: int = 0
 

@@ -164,7 +164,6 @@ def build_run(
             origin.max_context, forks=config.chat.history != "append"
         ),
         feeds_table=config.selector.table == "auto",
-        chunk_bytes=config.dispatch.chunk_bytes or None,
     )
     tasks = Tasks(
         played=played,

@@ -16,30 +16,27 @@ PIECES = 8
 def carry(
     tree: Any,
     shardings: Any,
-    chunk_bytes: int | None,
     attempt: Callable[[Callable[[], Any]], Any | None],
 ) -> tuple[Any, bool]:
     """Moves arrays to `shardings` and frees their source buffers.
 
-    With `chunk_bytes` None all arrays move at once. Where memory is too short for that, or with a
-    number, they move one after the other in pieces of at most `chunk_bytes` (None: an eighth of the
-    array), and each frees its source before the next moves. `attempt(work)` returns the result of
-    `work`, or None where a device ran out of memory.
+    All arrays move at once. Where memory is too short for that, they move one after the other, in
+    pieces of an eighth of the array, and each frees its source before the next moves.
+    `attempt(work)` returns the result of `work`, or None where a device ran out of memory.
 
     Returns:
         The tree, and True if all arrays have moved. Where memory is too short even for one array in
         pieces, arrays that have moved stay there and the others are where they were: the tree can
         be carried on to any shardings.
     """
-    if chunk_bytes is None:
-        moved = attempt(lambda: jax.block_until_ready(reshard(tree, shardings)))
-        if moved is not None:
-            free_sources(tree, moved)
-            return moved, True
+    moved = attempt(lambda: jax.block_until_ready(reshard(tree, shardings)))
+    if moved is not None:
+        free_sources(tree, moved)
+        return moved, True
     leaves, structure = jax.tree.flatten(tree)
     targets = jax.tree.leaves(shardings)
     for k, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        chunk = chunk_bytes or max(1, leaf.nbytes // PIECES)
+        chunk = max(1, leaf.nbytes // PIECES)
 
         def move(leaf: Any = leaf, target: Any = target, chunk: int = chunk) -> Any:
             return jax.block_until_ready(reshard(leaf, target, chunk_bytes=chunk))
