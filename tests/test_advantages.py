@@ -276,9 +276,23 @@ def test_groups_of_self_play_compare_a_side_with_the_same_side():
     assert group_shares(algorithm, played) == {"equal_groups": 0.5, "dropped_groups": 0.5}
 
 
-def test_a_critic_does_not_estimate_over_two_sides():
+KL_REWARD = RlooSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in="reward")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ALGORITHMS["ppo"],
+        ALGORITHMS["tba"],
+        dataclasses.replace(ALGORITHMS["rloo"], settings=KL_REWARD),
+    ],
+    ids=["ppo", "tba", "rloo with penalties"],
+)
+def test_sums_over_an_episode_are_refused_in_self_play(algorithm):
+    played = [make_trajectory(i, (0, i), turn_roles=("x", "o")) for i in range(2)]
     with pytest.raises(InputError, match="turns of an episode for those of one side"):
-        assign_credit(ALGORITHMS["ppo"], [make_trajectory(0, (0, 1), turn_roles=("x", "o"))])
+        assign_credit(algorithm, played)
+    assert assign_credit(ALGORITHMS["rloo"], played).counts.all()
 
 
 # RLOO.
@@ -290,17 +304,6 @@ def test_rloo_by_hand():
     rows = leave_one_out(rewards, [7, 3, 7, 7, 3, 1])
     assert_rows(rows, [[-3], [0], [-1.5, -1.5], [4.5], [0], [0]])
     assert leave_one_out([], []) == []
-
-
-KL_REWARD = RlooSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in="reward")
-
-
-def test_rloo_s_penalties_of_self_play_would_be_those_of_both_sides():
-    algorithm = dataclasses.replace(ALGORITHMS["rloo"], settings=KL_REWARD)
-    played = [make_trajectory(i, (0, i), turn_roles=("x", "o")) for i in range(2)]
-    with pytest.raises(InputError, match="turns of an episode for those of one side"):
-        assign_credit(algorithm, played)
-    assert assign_credit(ALGORITHMS["rloo"], played).counts.all()
 
 
 # REINFORCE++.

@@ -80,17 +80,35 @@ def whole(base_url, messages, **fields):
     return ask(base_url, "chat/completions", messages=messages, **fields)
 
 
-def ask(base_url, endpoint, **fields):
+def parts_of(base_url):
+    """The address of an endpoint, and the path of an agent there."""
     address, _, path = base_url.removeprefix("http://").partition("/")
-    return http_client.ask(f"http://{address}", f"/{path}/{endpoint}", **fields)
+    return f"http://{address}", f"/{path}"
+
+
+def ask(base_url, endpoint, **fields):
+    address, path = parts_of(base_url)
+    return http_client.ask(address, f"{path}/{endpoint}", **fields)
+
+
+def send(base_url, endpoint, **body):
+    """The status and the body of the answer."""
+    address, path = parts_of(base_url)
+    return http_client.send(address, f"{path}/{endpoint}", body)
 
 
 def pay(base_url, reward, **fields):
     """The status of the answer to a reward that is posted."""
-    address, _, path = base_url.removeprefix("http://").partition("/")
-    body = {"reward": reward, **fields}
-    status, _ = http_client.send(f"http://{address}", f"/{path}/reward", body)
-    return status
+    return send(base_url, "reward", reward=reward, **fields)[0]
+
+
+def at_once(function, calls):
+    """Calls the function with each of these, in threads at the same time."""
+    threads = [threading.Thread(target=function, args=(each,)) for each in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def play(agent, replies, monkeypatch, **arguments):
@@ -222,11 +240,7 @@ def test_whoever_steps_an_agent_answers_its_requests_one_after_the_other(monkeyp
     def agent(base_url):
         said = {}
         ask = lambda name: said.update({name: chat(base_url, [user(name)])["content"]})  # noqa: E731
-        threads = [threading.Thread(target=ask, args=(name,)) for name in "ab"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(ask, "ab")
         return {"reward": 1.0, **{name: float(text) for name, text in said.items()}}
 
     start, second, end = play(agent, ["1", "2"], monkeypatch)
@@ -313,9 +327,9 @@ def test_a_stream_and_the_numbers_of_tokens(monkeypatch):
         answer = whole(base_url, [user("a")])
         assert answer["usage"] == {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
         assert answer["choices"][0]["finish_reason"] == "stop"
-        address, _, path = base_url.removeprefix("http://").partition("/")
+        address, path = parts_of(base_url)
         given = {"messages": [user("b")], "stream_options": {"include_usage": True}}
-        parts.extend(http_client.events(f"http://{address}", f"/{path}/chat/completions", **given))
+        parts.extend(http_client.events(address, f"{path}/chat/completions", **given))
         return 0
 
     play(agent, ["x", "y"], monkeypatch)
@@ -326,10 +340,10 @@ def test_a_stream_and_the_numbers_of_tokens(monkeypatch):
 
 def test_a_client_that_went_away_gets_the_reply_of_the_same_request(monkeypatch):
     def agent(base_url):
-        address, _, path = base_url.removeprefix("http://").partition("/")
+        address, path = parts_of(base_url)
         body = json.dumps({"messages": [user("a")]})
-        client = http.client.HTTPConnection(address)
-        client.request("POST", f"/{path}/chat/completions", body, http_client.JSON)
+        client = http.client.HTTPConnection(address.removeprefix("http://"))
+        client.request("POST", f"{path}/chat/completions", body, http_client.JSON)
         taken.wait(10)
         client.close()
         while not lost._lost:
@@ -387,12 +401,8 @@ def test_the_agent_of_a_discarded_episode_is_informed_and_ends(monkeypatch, kind
     outcomes, ended = [], threading.Event()
 
     def agent(base_url):
-        address, _, path = base_url.removeprefix("http://").partition("/")
-        body = {"messages": [user("a")]}
         try:
-            outcomes.append(
-                http_client.send(f"http://{address}", f"/{path}/chat/completions", body)
-            )
+            outcomes.append(send(base_url, "chat/completions", messages=[user("a")]))
         finally:
             ended.set()
 
@@ -444,9 +454,8 @@ def test_requests_that_cannot_be_answered_are_refused_and_the_agent_may_go_on(
     refused = []
 
     def agent(base_url):
-        address, _, path = base_url.removeprefix("http://").partition("/")
         body = {"messages": [user("a")], **fields}
-        refused.append(http_client.send(f"http://{address}", f"/{path}/chat/completions", body))
+        refused.append(send(base_url, "chat/completions", **body))
         chat(base_url, [user("b")])
         return 0
 
@@ -461,12 +470,12 @@ def test_endpoint_serves_its_paths_until_the_episode_ends(monkeypatch):
     urls = []
 
     def agent(base_url):
-        address, _, path = base_url.removeprefix("http://").partition("/")
-        urls.append((f"http://{address}", f"/{path}"))
-        send = functools.partial(http_client.send, f"http://{address}")
-        assert send(f"/{path}/models")[1]["data"][0]["id"] == "policy"
-        assert send(f"/{path}/completions", {})[0] == 404
-        assert send(f"/{path}/chat/completions")[0] == 405
+        address, path = parts_of(base_url)
+        urls.append((address, path))
+        send = functools.partial(http_client.send, address)
+        assert send(f"{path}/models")[1]["data"][0]["id"] == "policy"
+        assert send(f"{path}/completions", {})[0] == 404
+        assert send(f"{path}/chat/completions")[0] == 405
         assert send("/nobody/v1/chat/completions", {"messages": [user("a")]})[0] == 410
         chat(base_url, [user("a")])
         return 0
@@ -574,11 +583,7 @@ def asks_at_once(base_url, seed):
         talk += [chat(base_url, talk), user("and?")]
         talk.append(chat(base_url, talk))
 
-    threads = [threading.Thread(target=speak, args=(talk,)) for talk in talks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(speak, talks)
     talks.append([user("".join(talk[-1]["content"] for talk in talks))])
     talks[-1].append(chat(base_url, talks[-1]))
     TALKS[seed] = talks
@@ -606,16 +611,18 @@ def no_collector():
     gc.enable()
 
 
-def collect_agents(agent, number, **changes):
-    TALKS.clear()
+def collect(number, make, **settings):
     pool = EnvironmentPool(4, timeout_s=30.0)
-    made = functools.partial(Agent, agent=f"{__name__}:{agent.__name__}")
-    settings = {"context_buckets": (64, 256), "max_tokens": 256, **changes}
-    rollout = episodes.collect(
-        pool, episodes.tasks(number), make=lambda task: made(**task.args), **settings
-    )
+    rollout = episodes.collect(pool, episodes.tasks(number), make=make, **settings)
     pool.close()
     return rollout
+
+
+def collect_agents(agent, number, **changes):
+    TALKS.clear()
+    made = functools.partial(Agent, agent=f"{__name__}:{agent.__name__}")
+    settings = {"context_buckets": (64, 256), "max_tokens": 256, **changes}
+    return collect(number, lambda task: made(**task.args), **settings)
 
 
 def test_every_reply_is_a_turn_behind_what_the_agent_asked_token_for_token():
@@ -705,11 +712,7 @@ def pays_each(base_url, seed):
         for turn in (1, 0):
             assert pay(base_url, 10 * number + turn, id=ids[turn]) == 200
 
-    threads = [threading.Thread(target=speak, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(speak, range(3))
     return 0.0
 
 
@@ -981,9 +984,8 @@ def test_a_call_that_is_demanded_is_begun_in_the_prompt():
 
 
 def demands_in_vain(base_url):
-    address, _, path = base_url.removeprefix("http://").partition("/")
     body = {"messages": [user("a")], "tools": [TOOL], "tool_choice": "required"}
-    status, _ = http_client.send(f"http://{address}", f"/{path}/chat/completions", body)
+    status, _ = send(base_url, "chat/completions", **body)
     chat(base_url, [user("b")])
     return {"reward": 0.0, "status": float(status)}
 
@@ -1018,12 +1020,7 @@ def test_an_agent_with_tools_plays_what_the_environment_of_tools_plays():
         functools.partial(Agent, agent=f"{__name__}:calls_add", **beside),
     )
     settings = {"context_buckets": (512,), "max_tokens": 512, "max_turns": 3}
-    pool = EnvironmentPool(4, timeout_s=30.0)
-    tools, agents = (
-        episodes.collect(pool, episodes.tasks(16), make=lambda task, m=make: m(), **settings)
-        for make in made
-    )
-    pool.close()
+    tools, agents = (collect(16, lambda _, make=make: make(), **settings) for make in made)
     for one, other in zip(tools.trajectories, agents.trajectories, strict=True):
         assert one.turns == other.turns and one.turn_rewards == other.turn_rewards
     assert {"answered", "too_many_turns"} == {t.stop_reason for t in agents.trajectories}
@@ -1038,12 +1035,7 @@ def test_an_agent_plays_the_same_over_each_api():
         functools.partial(Agent, agent=f"{__name__}:calls_add_by_responses", **beside),
         functools.partial(Agent, agent=f"{__name__}:calls_add_by_messages", **beside),
     )
-    pool = EnvironmentPool(4, timeout_s=30.0)
-    chat, *others = (
-        episodes.collect(pool, episodes.tasks(16), make=lambda task, m=made: m(), **settings)
-        for made in agents
-    )
-    pool.close()
+    chat, *others = (collect(16, lambda _, make=make: make(), **settings) for make in agents)
     assert {"answered", "too_many_turns"} == {t.stop_reason for t in chat.trajectories}
     for other in others:
         assert other.trajectories == chat.trajectories

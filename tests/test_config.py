@@ -274,7 +274,6 @@ RULES = [
     ("model.head_size=15", "config.model.head_size is 15"),
     ("rollout.num_slots=0", "config.rollout.num_slots is 0"),
     ("rollout.num_draft_tokens=-1", "config.rollout.num_draft_tokens is -1; it must be at least 0"),
-    ("rollout.max_episode_tokens=4", "config.rollout.max_episode_tokens is 4.*max_turn_tokens 4"),
     ("rollout.top_p=0", "config.rollout.top_p is 0.0; it must lie in (0, 1]"),
     ("train.ratio=old", "config.train.ratio is 'old'; choose one of 'behaviour', 'model'"),
     ("rollout.temperature=0", "config.rollout.temperature is 0.0"),

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.algorithms.requirements import Networks, networks_of, scored_passes
 from earl_jax.algorithms.settings import TbaSettings
@@ -206,12 +205,3 @@ def test_older_weights_and_another_precision_need_no_correction():
         given = {"rollout": {"group_size": 4}}
         assert make_config(given | {"algorithm": "tba"}, overrides).importance_cap == 0
         assert make_config(given | {"algorithm": "grpo"}, overrides).importance_cap == 2
-
-
-def test_self_play_is_refused_with_the_reason():
-    played = [
-        make_outcome(n, turn_rewards=(0.0, 1.0), turn_roles=("x", "o"), num_turns=2)
-        for n in range(2)
-    ]
-    with pytest.raises(InputError, match="turns of an episode for those of one side"):
-        assign_credit(TBA, played)
