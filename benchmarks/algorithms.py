@@ -15,10 +15,8 @@ of GAME_SEEDS on one device, two runs at once, a core each; the table has the me
 evaluation, and the wins of each seed.
 """
 
-import concurrent.futures
 import functools
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import parser_of, show, table
-from benchmarks.runs import ROOT, play
+from benchmarks.runs import ROOT, on_a_core_each, play
 from benchmarks.staleness import JOBS, SETTINGS, curve_row, play_cells
 from earl_jax.config.file import load_config_file
 from earl_jax.telemetry.metrics import read_metrics
@@ -107,15 +105,7 @@ def game_rows(names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
         play(game_settings_of(*runs[number]), workdir)
         return last_games(workdir) | {"s": time.monotonic() - start_s}
 
-    # A thread's processes inherit its core.
-    cores = sorted(os.sched_getaffinity(0))
-
-    def pin() -> None:
-        os.sched_setaffinity(0, {cores.pop()})
-
-    jobs = min(JOBS, len(cores))
-    with concurrent.futures.ThreadPoolExecutor(jobs, initializer=pin) as pool:
-        found = list(pool.map(run, range(len(runs))))
+    found = on_a_core_each(run, range(len(runs)), JOBS)
     size = len(GAME_SEEDS)
     return [game_row(name, found[size * i : size * (i + 1)]) for i, name in enumerate(names)]
 

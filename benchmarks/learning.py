@@ -12,7 +12,6 @@ tables into benchmarks/learning.md, and the curves of "with" into benchmarks/lea
 
 import concurrent.futures
 import multiprocessing
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.exact import exact_rows
-from benchmarks.pages import curves_svg, parser_of, show, table
+from benchmarks.pages import curves_svg, parser_of, show, table, with_spread
 from earl_jax.telemetry.charts import Series
 from earl_jax.telemetry.metrics import read_metrics
 
@@ -120,35 +119,25 @@ def _but_run(row: dict) -> dict:
 
 
 def _table(runs: Runs) -> list[str]:
-    """Returns the last evaluation of each seed, their mean and standard deviation."""
-    columns = ("win %", "as x", "as o", "draw %", "loss %", "illegal %")
+    """Returns the last evaluation of each seed and the seconds of its run, and their spread."""
     lasts = {seed: _percents(_evaluations(rows)[-1]) for seed, rows in runs.items()}
-    columns_of, found = [*zip(*lasts.values(), strict=True)], [*lasts.items()]
-    found.append(("mean", [*map(statistics.fmean, columns_of)]))
-    if len(lasts) > 1:
-        found.append(("deviation", [*map(statistics.stdev, columns_of)]))
-    rows = [
-        f"| {name} | " + " | ".join(f"{value:.1f}" for value in values) + " |"
-        for name, values in found
-    ]
+    found = [{"seed": seed, **last, "s": runs[seed][-1]["time_s"]} for seed, last in lasts.items()]
     worst = max(
         row["logprob_mismatch_max"] for rows in runs.values() for row in rows if "loss" in row
     )
     return [
-        f"| seed | {' | '.join(columns)} |",
-        "|---" * (1 + len(columns)) + "|",
-        *rows,
+        table(with_spread(found, "seed") if len(found) > 1 else found),
         "",
         "Largest difference between a log-prob of the engine and the trainer's in any step of any",
         f"seed: {worst:.1e} (fp32).",
     ]
 
 
-def _percents(last: dict) -> list[float]:
+def _percents(last: dict) -> dict[str, float]:
+    names = {"win": "win %", "win_as_x": "as x", "win_as_o": "as o", "draw": "draw %"}
+    found = {column: 100.0 * last[name] for name, column in (names | {"loss": "loss %"}).items()}
     # A turn that never ends is not a legal move either.
-    illegal = last["illegal"] + last.get("turn_too_long", 0.0)
-    shares = [last[name] for name in ("win", "win_as_x", "win_as_o", "draw", "loss")]
-    return [100.0 * share for share in (*shares, illegal)]
+    return found | {"illegal %": 100.0 * (last["illegal"] + last.get("turn_too_long", 0.0))}
 
 
 def _by_step(runs: Runs) -> list[str]:

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in processes of their own, for the scripts of this folder and for tests."""
 
+import concurrent.futures
 import contextlib
 import os
 import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def play(
     if any(statuses):
         raise SystemExit(f"the run in {workdir} ended with {statuses}")
     return steps_of(workdir)
+
+
+def on_a_core_each(run: Callable[[Any], Any], jobs: Iterable[Any], most: int) -> list[Any]:
+    """Returns the result of `run` for each job; at most `most` at once, each on a core of its own.
+
+    The processes that a job starts are on its core.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+
+    def pin() -> None:
+        os.sched_setaffinity(0, {cores.pop()})
+
+    number = min(most, len(cores))
+    with concurrent.futures.ThreadPoolExecutor(number, initializer=pin) as pool:
+        return list(pool.map(run, jobs))
 
 
 def steps_of(workdir: Path) -> list[dict[str, Any]]:

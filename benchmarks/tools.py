@@ -8,10 +8,10 @@ A shop has four items, of each a number from 0 to 9 that only the tool `count` k
 asks for one of them; the answer is its number. In the conversations of the warm start half of the
 replies are a number at random, without a call, and half of the calls ask for an item at random: so
 a policy that does as they do answers right in one of five episodes. The environment is "tools"
-(docs/howto/tools.md). An evaluation plays 256 tasks of another file.
+(docs/howto/tools.md). An evaluation plays 256 tasks of another file. Two runs at once have a core
+each.
 """
 
-import concurrent.futures
 import json
 import random
 import tempfile
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.pages import parser_of, show, table, with_spread
-from benchmarks.runs import play
+from benchmarks.runs import on_a_core_each, play
 from earl_jax.telemetry.metrics import read_metrics
 
 ITEMS = ("pears", "plums", "nuts", "figs")
@@ -30,9 +30,13 @@ JOBS = 2
 
 
 class Evaluation(NamedTuple):
-    """An evaluation: means over its episodes. The reward is 1 for a right answer."""
+    """An evaluation: means over its episodes, and the seconds that the run has taken.
+
+    The reward is 1 for a right answer.
+    """
 
     step: int
+    seconds: float
     reward: float
     calls: float
     failed_calls: float
@@ -145,18 +149,20 @@ def measure(seed: int) -> list[Evaluation]:
         for row in read_metrics(Path(name) / "run" / "metrics.jsonl"):
             if found := row.get("eval"):
                 numbers = (found[name] for name in ("tool_calls", "failed_tool_calls"))
-                evaluations.append(Evaluation(row["step"], found["reward_mean"], *numbers))
+                times = row["step"], row["time_s"]
+                evaluations.append(Evaluation(*times, found["reward_mean"], *numbers))
     return evaluations
 
 
 def rows_of(found: Sequence[Sequence[Evaluation]]) -> list[dict[str, Any]]:
-    """Returns the table: of each seed the mean reward by step, and the calls at the end."""
+    """Returns the table: of each seed the mean reward by step, and calls and seconds at the end."""
     return [
         {
             "seed": seed,
             **{f"reward at {one.step}": one.reward for one in each},
             "calls": each[-1].calls,
             "failed calls": each[-1].failed_calls,
+            "s": each[-1].seconds,
         }
         for seed, each in enumerate(found)
     ]
@@ -165,8 +171,7 @@ def rows_of(found: Sequence[Sequence[Evaluation]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs all seeds and prints the table."""
     flags = parser_of(__doc__).parse_args()
-    with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
-        found = list(pool.map(measure, range(SEEDS)))
+    found = on_a_core_each(measure, range(SEEDS), JOBS)
     rows = with_spread(rows_of(found), "seed")
     show(table(rows), Path(__file__).with_suffix(".md"), write=flags.write)
 
