@@ -8,7 +8,10 @@ The task of staleness.py, with episodes of 1 to 4 turns: a policy of one layer t
 learns to answer one of eight letters with another. A step has 32 episodes, groups of eight that
 share a task; learning rates are those of `ALGORITHMS`, the other settings the defaults. The table
 has the mean reward of a turn over tenths of the steps (1 is perfect, 0.125 is chance): the mean
-over the seeds, and its standard deviation in the last tenth.
+over the seeds, and its standard deviation in the last tenth; "s" are a run's seconds behind its
+first step, two runs at once.
+
+The teacher of `distillation` is a run of GRPO with the seed TEACHER_SEED, which is played first.
 
 With --game each plays configs/tictactoe_tiny_cpu.py instead, 240 steps in groups of eight with each
 of GAME_SEEDS on one device, two runs at once, a core each; the table has the means of the last
@@ -20,7 +23,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from earl_jax.config.file import load_config_file
 from earl_jax.telemetry.metrics import read_metrics
 
 STEPS, GAME_STEPS = 80, 240
-GAME_SEEDS = (0, 1, 2, 3, 4)
+GAME_SEEDS, TEACHER_SEED = (0, 1, 2, 3, 4), 5
 # Names of the table: algorithm, its settings, and those of config.train.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reinforce (baseline of the batch)": ("reinforce", {}, {}),
@@ -51,11 +54,12 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ppo (GAE over turns)": ("ppo", {"gae_level": "turn"}, {"critic": {"learning_rate": 3e-3}}),
     "tba": ("tba", {"kl_coefficient": 0.1}, {}),
     "tba (a smaller coefficient)": ("tba", {"kl_coefficient": 0.02}, {}),
+    "distillation": ("distillation", {}, {}),
 }
 
 
-def settings_of(name: str, seed: int) -> dict[str, Any]:
-    """Returns the settings of a run."""
+def settings_of(name: str, folder: Path, seed: int) -> dict[str, Any]:
+    """Returns the settings of a run; `folder` is for a teacher."""
     algorithm, arguments, train = ALGORITHMS[name]
     rollout = SETTINGS["rollout"] | {
         "num_slots": 32,
@@ -69,14 +73,15 @@ def settings_of(name: str, seed: int) -> dict[str, Any]:
         "env": SETTINGS["env"] | {"args": {"least_turns": 1, "most_turns": 4}},
         "algorithm": algorithm,
         "algorithm_args": arguments,
+        "reference_from": teacher_of(name, settings_of, folder),
         "rollout": rollout,
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
         "train": {"learning_rate": 3e-3, "ratio": "model", **train},
     }
 
 
-def game_settings_of(name: str, seed: int) -> dict[str, Any]:
-    """Returns the settings of a run of Tic-Tac-Toe."""
+def game_settings_of(name: str, folder: Path, seed: int) -> dict[str, Any]:
+    """Returns the settings of a run of Tic-Tac-Toe; `folder` is for a teacher."""
     algorithm, arguments, train = ALGORITHMS[name]
     config = load_config_file(ROOT / "configs" / "tictactoe_tiny_cpu.py").to_dict()
     # A reply is answered with the opponent's move alone: the state is the whole game so far.
@@ -87,6 +92,7 @@ def game_settings_of(name: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "algorithm": algorithm,
         "algorithm_args": own.get(algorithm, {}) | arguments,
+        "reference_from": teacher_of(name, game_settings_of, folder),
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
         "rollout": config["rollout"] | {"group_size": 8},
         # Memory for a critic, on one device.
@@ -96,13 +102,23 @@ def game_settings_of(name: str, seed: int) -> dict[str, Any]:
     }
 
 
+def teacher_of(name: str, settings: Callable[..., dict[str, Any]], folder: Path) -> str:
+    """Returns the workdir of the teacher, which is played if there is none; "" without one."""
+    workdir = folder / "teacher"
+    if name != "distillation":
+        return ""
+    if not workdir.exists():
+        play(settings("grpo", folder, TEACHER_SEED), workdir)
+    return str(workdir)
+
+
 def game_rows(names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """Plays Tic-Tac-Toe with each algorithm and returns the table's rows."""
-    runs = [(name, seed) for name in names for seed in GAME_SEEDS]
+    runs = [game_settings_of(name, folder, seed) for name in names for seed in GAME_SEEDS]
 
     def run(number: int) -> dict[str, float]:
         workdir, start_s = folder / str(number), time.monotonic()
-        play(game_settings_of(*runs[number]), workdir)
+        play(runs[number], workdir)
         return last_games(workdir) | {"s": time.monotonic() - start_s}
 
     found = on_a_core_each(run, range(len(runs)), JOBS)
@@ -132,14 +148,17 @@ def main() -> None:
     if flags.only and flags.write:
         parser.error("--write replaces a whole table; leave --only out")
     names, page = flags.only or list(ALGORITHMS), Path(__file__).with_suffix(".md")
-    if flags.game:
-        with tempfile.TemporaryDirectory() as folder:
-            show(table(game_rows(names, Path(folder))), page, write=flags.write, name="game")
-        return
-    cells = {name: functools.partial(settings_of, name) for name in names}
-    for name, runs in play_cells(cells):
-        rows.append({"algorithm": name} | curve_row([run["rewards"] for run in runs]))
-        print(json.dumps(rows[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as given:
+        folder = Path(given)
+        if flags.game:
+            show(table(game_rows(names, folder)), page, write=flags.write, name="game")
+            return
+        cells = {name: functools.partial(settings_of, name, folder) for name in names}
+        for name, runs in play_cells(cells):
+            seconds = statistics.fmean(sum(run["seconds"]) for run in runs)
+            row = {"algorithm": name} | curve_row([run["rewards"] for run in runs])
+            rows.append(row | {"s": seconds})
+            print(json.dumps(rows[-1]), flush=True)
     show(table(rows), page, write=flags.write)
 
 
