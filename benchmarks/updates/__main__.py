@@ -3,11 +3,14 @@
 """Updates of one model on one batch, side by side: ours, `transformers` with torch, and Tunix's.
 
     uv run python -m benchmarks.updates --torch_python=PATH --tunix_python=PATH \
-        [--cores=1,2] [--repeats=4] [--write]
+        [--cores=1,2] [--repeats=4] [--write] [--profile]
 
 Forward and backward pass, PPO's clipped loss, AdamW in fp32; nothing is recomputed. Each trainer is
 a process of its own on the same cores; they take turns. Of each the fastest update counts. Exits
 if the losses of the updates differ.
+
+With --profile the operations of one update by ours and by torch are printed instead, those with the
+most seconds first: of the first shape, on each number of cores.
 """
 
 import argparse
@@ -24,6 +27,8 @@ from benchmarks.rollout.engines import Contestant, Engine, take_turns
 HERE = Path(__file__).parent
 SHAPES = ((16, 256), (4, 1024), (64, 64))
 UPDATES = 4
+# Of a profile, those with the most time.
+OPERATIONS = 16
 # The most by which the losses of an update may differ.
 SAME = 1e-4
 
@@ -67,23 +72,47 @@ def rows_of(
     return rows, "; ".join(versions)
 
 
+def profiles_of(cores: Sequence[int], folder: Path, torch_python: str) -> str:
+    """Returns a table for ours and one for torch on these cores: operations with the most time."""
+    os.sched_setaffinity(0, cores)
+    (rows, length), tables = SHAPES[0], []
+    ours = Engine("ours", [sys.executable, "-m", "benchmarks.updates.ours", str(folder)])
+    ours.versions()
+    script = str(HERE / "torch_updates.py")
+    torch = Engine("torch", [torch_python, script, str(folder), str(len(cores))])
+    for trainer in (ours, torch):
+        found = trainer.ask({"rows": rows, "length": length, "profile": True})
+        most = sorted(found["operations"].items(), key=lambda pair: -pair[1])[:OPERATIONS]
+        lines = [("the update that was profiled", found["seconds"]), *most]
+        tables.append(table([{trainer.name: name, "s": seconds} for name, seconds in lines]))
+        trainer.close()
+    return "\n\n".join([f"{rows} of {length}, {len(cores)} cores:", *tables])
+
+
 def main() -> None:
     """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch_python", required=True, help="Python with torch and transformers")
-    parser.add_argument("--tunix_python", required=True, help="Python with google-tunix")
+    parser.add_argument("--tunix_python", default="", help="Python with google-tunix")
     parser.add_argument("--cores", default="1,2")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     flags = parser.parse_args()
+    if not (flags.profile or flags.tunix_python):
+        parser.error("give --tunix_python, or --profile")
     rows, versions, every = [], "", sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
-        for number in map(int, flags.cores.split(",")):
-            where = Path(folder) / "checkpoint"
-            found, versions = rows_of(
-                every[:number], where, flags.torch_python, flags.tunix_python, flags.repeats
-            )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoint"
+        for cores in (every[:number] for number in map(int, flags.cores.split(","))):
+            if flags.profile:
+                print(profiles_of(cores, folder, flags.torch_python), flush=True)
+                continue
+            pythons = flags.torch_python, flags.tunix_python
+            found, versions = rows_of(cores, folder, *pythons, flags.repeats)
             rows += found
+    if flags.profile:
+        return
     text = table(rows)
     print(text, versions, machine(), sep="\n")
     if flags.write:

@@ -5,8 +5,11 @@
 Argument: the checkpoint's folder, which is written where it is not there.
 """
 
+import collections
 import functools
+import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
+from earl_jax.train.state import TrainState
 from earl_jax.trajectory import TrajectoryBatch
 
 PLAN = TrainPlan(MeshShape(), 1, "none")
@@ -69,9 +73,14 @@ def batch_of(rows: int, length: int) -> TrajectoryBatch:
 
 
 def answer(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Makes `updates` from the checkpoint's weights on, of which all but one are timed."""
+    """Makes `updates` from the checkpoint's weights on, of which all but one are timed.
+
+    Or a `profile` of one.
+    """
     state, batch = learner.first_state(PLAN.mesh), batch_of(job["rows"], job["length"])
     controls = np.array([work.LEARNING_RATE, 0.0], np.float32)
+    if job.get("profile"):
+        return profile(learner, state, batch, controls)
     losses, seconds = [], []
     for _ in range(job["updates"]):
         start_s = time.perf_counter()
@@ -80,6 +89,40 @@ def answer(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         jax.block_until_ready(state)
         seconds.append(time.perf_counter() - start_s)
     return {"losses": losses, "seconds": min(seconds[1:]), "tokens": job["rows"] * job["length"]}
+
+
+def profile(
+    learner: Learner, state: TrainState, batch: TrajectoryBatch, controls: np.ndarray
+) -> dict[str, Any]:
+    """Returns the seconds of one update and of its operations, added up over threads.
+
+    An operation goes by the last part of its name in JAX, a fusion by that of its root; one that
+    XLA added by its own name.
+    """
+    text = learner.program(PLAN).lower(state, batch, controls).compile().as_text()
+    names = dict[str, str]()
+    for line in text.splitlines():
+        found = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = ", line)
+        # Loops have the time of what is in them.
+        if found and " while(" not in line:
+            path = re.search(r'op_name="([^"]+)"', line)
+            name = path[1].rpartition("/")[2] if path else found[1].rstrip(".0123456789")
+            names[found[1]] = "dot_general" if " dot(" in line else name
+    state, _ = learner.update(PLAN, state, batch, controls)
+    jax.block_until_ready(state)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            start_s = time.perf_counter()
+            jax.block_until_ready(learner.update(PLAN, state, batch, controls))
+            seconds = time.perf_counter() - start_s
+        [path] = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    spent = collections.Counter[str]()
+    events = (event for plane in data.planes for line in plane.lines for event in line.events)
+    for event in events:
+        if event.name in names:
+            spent[names[event.name]] += event.duration_ns / 1e9
+    return {"seconds": seconds, "operations": spent}
 
 
 def main() -> None:

@@ -37,7 +37,10 @@ def update(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.
 
 
 def main() -> None:
-    """Answers jobs: `updates` from the checkpoint's weights on, of which all but one are timed."""
+    """Answers jobs: `updates` from the checkpoint's weights on, of which all but one are timed.
+
+    Or a `profile` of one: the seconds of its operations, each without those that it calls.
+    """
     torch.set_num_threads(int(sys.argv[2]))
 
     def answer(job: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +52,14 @@ def main() -> None:
         made = work.make_batch(job["rows"], job["length"])
         batch = {name: torch.from_numpy(array.copy()) for name, array in made.items()}
         batch["tokens"] = batch["tokens"].long()
+        if job.get("profile"):
+            update(model, optimizer, batch)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+                start_s = time.perf_counter()
+                update(model, optimizer, batch)
+                seconds = time.perf_counter() - start_s
+            operations = {each.key: each.self_cpu_time_total / 1e6 for each in found.key_averages()}
+            return {"seconds": seconds, "operations": operations}
         losses, seconds = [], []
         for _ in range(job["updates"]):
             start_s = time.perf_counter()
