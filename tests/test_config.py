@@ -372,7 +372,6 @@ def test_the_number_of_devices_that_play_may_be_the_selectors():
         ),
         (["train.ess_scaling=sqrt"], "train.ess_scaling", "config.train.epochs is 1"),
         (["checkpoint.keep_best=1", "eval.games=0"], "checkpoint.keep_best", "eval.games is 0"),
-        (["eval.every_steps=5", "eval.games=0"], "eval.every_steps", "eval.games is 0"),
         (
             ["selector.offload=on", "asynchrony.max_staleness=1"],
             "selector.offload",
@@ -385,7 +384,6 @@ def test_the_number_of_devices_that_play_may_be_the_selectors():
                 ("rollout.top_p=0.9", "plays nothing"),
                 ("train.ratio=model", "plays nothing"),
                 ("checkpoint.keep_best=1", "plays nothing, and config.eval.sft_path is ''"),
-                ("eval.every_steps=5", "plays nothing, and config.eval.sft_path is ''"),
             )
         ),
         (

@@ -20,6 +20,7 @@ from earl_jax.serve import serve_command
 from earl_jax.serving.config import MAX_SEED
 from earl_jax.serving.serve_flags import parse_flags
 from earl_jax.serving.sizes import cache_tokens_of, context_tokens_of, prompt_limit_of
+from earl_jax.settings.errors import InputError
 from tests.support.continuations import served
 from tests.support.references import reference
 from tests.support.served import (
@@ -454,11 +455,13 @@ def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_read():
 
 
 def test_a_policy_must_be_named(capsys):
-    for flags in ([], [f"--model={MODEL}", "--workdir=runs/x"], ["--models=x"]):
+    for flags in ([], [f"--model={MODEL}", "--workdir=runs/x"]):
         with pytest.raises(SystemExit) as ended:
             serve_command(flags)
         assert ended.value.code == 2
     assert "--workdir --model is required" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"--models=x; did you mean --model\?"):
+        serve_command(["--models=x"])
 
 
 def test_context_that_memory_limits_is_reported():

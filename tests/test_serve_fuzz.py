@@ -43,7 +43,7 @@ from tests.support.served import (
 from tests.support.serving_here import Here, serving_here, until
 
 # What a client may be told; 5xx are a mistake of the server's but for these.
-STATUS = {200, 400, 404, 405, 408, 413, 415, 429, 431, 501, 503, 505}
+STATUS = {100, 200, 400, 404, 405, 408, 413, 415, 429, 431, 501, 503, 505}
 CODES = {Code.OK, Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.CANCELLED}
 READ_S = 2.0
 

@@ -158,7 +158,7 @@ def lines_of(workdir):
 
 def test_without_evaluation_games_nothing_is_evaluated(whole, tmp_path):
     """Nor at the start or the end; an evaluation of an earlier step is not the run's."""
-    off = SHORT | {"eval": {"games": 0}}
+    off = SHORT | {"eval": {"every_steps": 1, "games": 0}}
     assert train(make_config(off | {"num_steps": 1}), tmp_path / "new").evaluation == {}
     assert ["eval" in row for row in lines_of(tmp_path / "new")] == [False]
     again = cut_off(whole[0], tmp_path / "again", 3)

@@ -72,8 +72,7 @@ def _idle_supervised(config: "Config") -> Iterator[_Idle]:
     has_ratings = config.eval.sft_path != "" or (config.plays and config.eval.games > 0)
     unplayed = "config.eval.games is 0" if config.plays else "config.algorithm 'sft' plays nothing"
     unrated = f"{unplayed}, and config.eval.sft_path is '': there are no evaluations"
-    for path in ("checkpoint.keep_best", "eval.every_steps"):
-        yield not has_ratings, path, unrated
+    yield not has_ratings, "checkpoint.keep_best", unrated
 
 
 def _idle_model(config: "Config") -> Iterator[_Idle]:
