@@ -496,9 +496,8 @@ def test_rollouts_that_stay_are_tabled_beside_the_whole_update():
 def test_processes_with_unequal_numbers_of_devices_play_by_themselves():
     """Two of 4 devices play and one of 8 trains: an average process has 5."""
     problem = problem_on("h100:2x8", "devices.num_rollout=8")
-    unequal = dataclasses.replace(problem, num_processes=3, devices_a_player=4)
-    assert unequal.num_players == 2 and unequal.spans(MeshShape(tensor=8))
-    assert dataclasses.replace(problem, num_processes=2).num_players == 1
+    unequal = dataclasses.replace(problem, num_processes=3, num_players=2)
+    assert unequal.spans(MeshShape(tensor=8)) and problem.num_players == 1
 
 
 def test_a_split_that_processes_cannot_have_is_not_planned():

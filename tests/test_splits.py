@@ -211,6 +211,6 @@ def test_splits_without_a_mesh_of_both_stages_are_no_candidates():
     with pytest.raises(ValueError, match="leave out config.selector.rollout_meshes and train_mesh"):
         with_splits(dataclasses.replace(whole, rollout_meshes_named=("data=8",)))
     # Each of several processes gives as many.
-    assert with_splits(hand_problem(TRAIN, ROLLOUT, num_processes=4)).splits == (4,)
+    assert with_splits(hand_problem(TRAIN, ROLLOUT, num_processes=4, num_players=4)).splits == (4,)
     with pytest.raises(ValueError, match=r"no split of 8 .*each process needs at least two"):
-        with_splits(hand_problem(TRAIN, ROLLOUT, num_processes=8))
+        with_splits(hand_problem(TRAIN, ROLLOUT, num_processes=8, num_players=8))

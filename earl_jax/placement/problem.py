@@ -171,12 +171,13 @@ def make_problem(
     *,
     budget_bytes: int | None,
     num_processes: int = 1,
-    devices_a_player: int = 0,
+    num_players: int = 0,
     has_host_memory: bool = True,
 ) -> Problem:
     """Returns the selector's problem for a run of this config on such devices.
 
-    `has_host_memory`: JAX can place arrays in host memory beside the devices'.
+    `num_players` of the processes play, 0: all. `has_host_memory`: JAX can place arrays in host
+    memory beside the devices'.
 
     Raises ValueError for settings and adapters that this model cannot have, where the split of the
     devices is to be chosen and there is none, and for config.train.remat "offload" without such
@@ -227,7 +228,7 @@ def make_problem(
         train_meshes_named=selector.train_meshes,
         num_rollout=0 if given == "auto" else given,
         num_processes=num_processes,
-        devices_a_player=devices_a_player,
+        num_players=num_players or num_processes,
         span_obstacle=_span_obstacle(config),
         can_offload=offloads and has_host_memory and not apart and not stays,
         can_offload_inputs=has_host_memory and (config.train.remat == "offload" or not is_cpu),
@@ -355,6 +356,7 @@ def planned_problem(
         hardware,
         budget_bytes=budget_bytes,
         num_processes=num_processes,
+        num_players=max(1, given // each) if given != "auto" and given else num_processes,
     )
     check_groups(config, problem.num_players)
     try:

@@ -348,7 +348,7 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
         hardware_of_devices(cluster.devices, cluster.num_hosts, min(hosts_bytes)),
         budget_bytes=min((each for each in budgets if each is not None), default=None),
         num_processes=cluster.count,
-        devices_a_player=len(cluster.rollout_devices) // len(cluster.players),
+        num_players=len(cluster.players),
         has_host_memory=all(map(has_host_memory, own)),
     )
     problem.check_meshes()

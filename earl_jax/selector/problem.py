@@ -53,8 +53,9 @@ class Problem:
         num_rollout: devices for rollouts only, the others are for training only; 0: all do both.
         splits: the numbers of devices for rollouts that may be chosen, `num_rollout` one of them,
             as many of each process; () where it is fixed, and whole processes play.
-        num_processes: each plays its part of a rollout, or its mesh spans them (`num_parts`).
-        devices_a_player: rollout devices of each process that plays; 0: all devices that it has.
+        num_processes: the processes of the run.
+        num_players: those of them that play: each its part of a rollout, or its mesh spans them
+            (`num_parts`).
         span_obstacle: why a rollout mesh cannot span the processes, in words; "" where it can.
         can_offload: the optimizer's moments may be in host memory during a rollout.
         can_offload_inputs: layers' inputs may be during an update.
@@ -75,7 +76,7 @@ class Problem:
     num_rollout: int = 0
     splits: tuple[int, ...] = ()
     num_processes: int = 1
-    devices_a_player: int = 0
+    num_players: int = 1
     span_obstacle: str = ""
     can_offload: bool = False
     can_offload_inputs: bool = False
@@ -110,14 +111,6 @@ class Problem:
         """Raises ValueError where a stage of a step has no mesh (`meshes`)."""
         for stage in ("rollout", "train") if self.plays else ("train",):
             self.meshes(stage)
-
-    @property
-    def num_players(self) -> int:
-        """The number of processes that play."""
-        if self.splits or self.every is not None:
-            return self.num_processes
-        each = self.devices_a_player or self.hardware.num_devices // self.num_processes
-        return max(1, self.num_rollout // each) if self.num_rollout else self.num_processes
 
     def num_parts(self, mesh: MeshShape) -> int:
         """Returns the number of engines of a rollout mesh: one a player, or one that spans all."""

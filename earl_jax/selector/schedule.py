@@ -345,6 +345,7 @@ def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]
         each = CHIPS[kind.chip].devices if kind.chip in CHIPS else 1  # of a chip
         for number in (2**power for power in range(MOST_DEVICES.bit_length())):
             hardware = kind.with_devices(each * number)
+            num_processes = 1 if kind.platform == "cpu" else hardware.num_hosts
             other = dataclasses.replace(
                 problem,
                 hardware=hardware,
@@ -353,7 +354,8 @@ def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]
                 train_meshes_named=(),
                 num_rollout=0,
                 splits=(),
-                num_processes=1 if kind.platform == "cpu" else hardware.num_hosts,
+                num_processes=num_processes,
+                num_players=num_processes,
             )
             if fits(other, max_tokens):
                 found.append((kind.chip, number))
