@@ -12,7 +12,6 @@ import types
 import jax
 import pytest
 
-from earl_jax.launch.start import host_memory_bytes
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.placement import problem as problem_module
 from earl_jax.placement.problem import (
@@ -360,7 +359,7 @@ def test_a_plan_and_a_run_make_the_same_decisions(topology, processes, seed):
     draw = random.Random(seed)
     config = make_config({}, ["selector.offload=on", "rollout.num_slots=16"])
     facts = {"budget_bytes": 1, "num_processes": processes}
-    here = hardware_of_devices(jax.devices(), processes)
+    here = hardware_of_devices(jax.devices(), processes, 10**12)
     run = make_problem(config, config.model, 64, here, **facts)
     plan = planned_problem(config, config.model, 64, parse_topology(topology), 1)
     table, sizes = EMPTY, []
@@ -393,7 +392,6 @@ def test_a_run_takes_no_more_host_memory_than_there_is():
         hardware = hardware_of_devices([card] * number, hosts, host_bytes)
         assert hardware.host_memory_bytes == held
     assert hardware_of_devices(jax.devices(), 1, 10**9).host_memory_bytes == 10**9
-    assert hardware_of_devices([card], 1).host_memory_bytes <= host_memory_bytes()
 
 
 def test_a_run_knows_the_memory_of_its_smallest_host(monkeypatch):

@@ -16,7 +16,6 @@ from earl_jax.config.combinations import check_model
 from earl_jax.config.config import Config
 from earl_jax.engine.config import append_tokens_for
 from earl_jax.envs.text.tokenizer import build_tokenizer
-from earl_jax.launch.start import host_memory_bytes
 from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_place
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
@@ -377,13 +376,11 @@ def planned_problem(
     return problem
 
 
-def hardware_of_devices(
-    devices: Sequence[Any], num_hosts: int, host_bytes: int | None = None
-) -> Hardware:
+def hardware_of_devices(devices: Sequence[Any], num_hosts: int, host_bytes: int) -> Hardware:
     """Returns the data sheet of a run's devices; of unknown chips an H100's.
 
     With another chip's data sheet only the ratios of its speeds count; observed speeds correct it.
-    A host has no more memory than `host_bytes`, None: than this one has.
+    A host has no more memory than `host_bytes`.
     """
     first, number = devices[0], len(devices)
     a_host = -(-number // num_hosts)
@@ -394,7 +391,6 @@ def hardware_of_devices(
         chip = chip_of(first.device_kind) or CHIPS["h100"]
         hardware = hardware_of(Topology(chip=chip, grid=(1,) * chip.axes)).with_devices(number)
         sheet_bytes = a_host * hardware.host_memory_bytes // hardware.devices_a_host
-    host_bytes = host_memory_bytes() if host_bytes is None else host_bytes
     return dataclasses.replace(
         hardware, devices_a_host=a_host, host_memory_bytes=min(sheet_bytes, host_bytes)
     )

@@ -12,6 +12,12 @@ from earl_jax.sharding.layout import MeshShape
 # NCCL's published bus rates (370 of 450 GB/s).
 MEMORY_REACHED = 0.8
 LINKS_REACHED = 0.8
+# Seconds of a collective besides its bytes, and of each step of a ring. GPUs: NCCL's own model of
+# its LL protocol (src/graph/tuning.cc), over NVLink and over a network. TPUs: 1 us a step, as "How
+# to Scale Your Model" counts. CPUs: each thread of the group, as measured in hardware.py.
+START_S = {"gpu": 6.6e-6, "tpu": 1e-6}
+STEP_S = {"gpu": 0.6e-6, "tpu": 1e-6, "cpu": 2e-5}
+NETWORK_STEP_S = 2.7e-6
 
 
 def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 1) -> float:
@@ -25,7 +31,7 @@ def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 
     if hardware.shared_cores:
         # All groups use the same memory: each device writes its part and reads the sum.
         rate = hardware.shared_cores * hardware.memory_bytes_per_s * MEMORY_REACHED
-        return size * hardware.hop_s + 2 * num_bytes * hardware.num_devices / rate
+        return size * STEP_S[hardware.platform] + 2 * num_bytes * hardware.num_devices / rate
     # A group that does not divide its hosts evenly has few members on some of them: six devices on
     # hosts of eight lie together, or as two and four.
     here = math.gcd(size, max(1, hardware.linked // stride))
@@ -33,12 +39,13 @@ def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 
     # Rings of TPUs run both ways at once, so that nothing is further than half a ring ("How to
     # Scale Your Model", Sharded Matrices: latency |X| / 2 hops for an all-gather).
     steps = size if hardware.platform == "tpu" else hops
-    start_s = hardware.start_s + steps * hardware.hop_s
+    step_s = STEP_S[hardware.platform]
+    start_s = START_S[hardware.platform] + steps * step_s
     if hardware.platform != "tpu" and here < size:
         # Rings through several hosts use the network of each member that a host has.
         rate = min(rate, here * hardware.network_bytes_per_s)
         between = 2 * (math.ceil(size / here) - 1)
-        start_s += between * (hardware.network_hop_s - hardware.hop_s)
+        start_s += between * (NETWORK_STEP_S - step_s)
     return start_s + hops / size * num_bytes / (rate * LINKS_REACHED)
 
 

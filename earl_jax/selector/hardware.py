@@ -4,12 +4,9 @@
 
 Data sheets are those of `sharding.topology.CHIPS`. Sources of the other numbers:
 
-- `usable_fraction`: on GPUs JAX takes what XLA_CLIENT_MEM_FRACTION says (docs.jax.dev, "GPU memory
+- `usable_bytes`: on GPUs JAX takes what XLA_CLIENT_MEM_FRACTION says (docs.jax.dev, "GPU memory
   allocation"), which `launch.start` sets. On TPUs the runtime keeps some hundred MiB
   (out-of-memory errors there speak of 15.75 of v5e's 16 GiB and of 31.25 of v6e's 32).
-- `start_s` and `hop_s` of a collective. GPUs: NCCL's own model of a ring in the LL protocol
-  (src/graph/tuning.cc): 6.6 us, 0.6 us a step over NVLink, 2.7 over a network. TPUs: 1 us a step,
-  as "How to Scale Your Model" (jax-ml.github.io/scaling-book) counts.
 - A collective of TPUs over one mesh axis goes along one axis of the torus, with that axis's share
   of the links; NVSwitch gives a GPU all of its links for any of them.
 - `host_memory_bytes`: 2 TB for the eight GPUs of NVIDIA's DGX A100 to B300, 480 GB for the two of a
@@ -81,13 +78,12 @@ _ON_CPU = Kernels(attention_forward=0.6, attention_backward=0.6, fixed_rows=True
 class Hardware:
     """Equal devices on equal hosts. Rates are peaks of one device, per second.
 
-    `memory_bytes` is a device's memory, of which programs get `usable_fraction`. Collectives within
-    `linked` (GPUs), or anywhere in the slice (TPUs), go at `link_bytes_per_s`, others at
-    `network_bytes_per_s`; each takes `start_s`, and `hop_s` or `network_hop_s` for every step of
-    the ring. `host_bytes_per_s` go to the host's memory, in one direction.
+    Programs get `usable_bytes` of a device's `memory_bytes`. Collectives within `linked` (GPUs), or
+    anywhere in the slice (TPUs), go at `link_bytes_per_s`, others at `network_bytes_per_s`.
+    `host_bytes_per_s` go to the host's memory, in one direction.
 
-    Where `shared_cores` is not 0, all devices are threads on so many cores of one processor: rates
-    are those of a core, and a collective takes `hop_s` for each member of its group.
+    Where `shared_cores` is not 0, all devices are threads on so many cores of one processor, and
+    rates are those of a core.
     """
 
     name: str
@@ -96,14 +92,11 @@ class Hardware:
     num_devices: int
     devices_a_host: int
     memory_bytes: int
-    usable_fraction: float
+    usable_bytes: int
     flops_per_s: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
-    start_s: float
-    hop_s: float
-    network_hop_s: float
     host_bytes_per_s: float
     host_memory_bytes: int
     kernels: Kernels
@@ -118,11 +111,6 @@ class Hardware:
     def share(self, busy: int) -> float:
         """Returns the share of its rates that a device has while `busy` devices work."""
         return min(1.0, self.shared_cores / busy) if self.shared_cores else 1.0
-
-    @property
-    def usable_bytes(self) -> int:
-        """The part of a device's memory that programs get."""
-        return int(self.memory_bytes * self.usable_fraction)
 
     @property
     def num_hosts(self) -> int:
@@ -145,14 +133,11 @@ _CPU = Hardware(
     num_devices=8,
     devices_a_host=8,
     memory_bytes=2 * 2**30,
-    usable_fraction=1.0,
+    usable_bytes=2 * 2**30,
     flops_per_s=5e10,
     memory_bytes_per_s=1e10,
     link_bytes_per_s=2e9,
     network_bytes_per_s=1e8,
-    start_s=0.0,
-    hop_s=2e-5,
-    network_hop_s=1e-4,
     host_bytes_per_s=2e9,
     host_memory_bytes=16 * _GB,
     kernels=_ON_CPU,
@@ -213,14 +198,11 @@ def hardware_of(topology: Topology) -> Hardware:
         num_devices=topology.num_devices,
         devices_a_host=devices_a_host,
         memory_bytes=chip.hbm_bytes,
-        usable_fraction=GPU_MEMORY_FRACTION if gpu else 0.97,
+        usable_bytes=int(chip.hbm_bytes * (GPU_MEMORY_FRACTION if gpu else 0.97)),
         flops_per_s=chip.bf16_flops_per_s,
         memory_bytes_per_s=chip.hbm_bytes_per_s,
         link_bytes_per_s=chip.link_bytes_per_s / (1 if gpu else chip.axes),
         network_bytes_per_s=chip.network_bytes_per_s,
-        start_s=6.6e-6 if gpu else 1e-6,
-        hop_s=0.6e-6 if gpu else 1e-6,
-        network_hop_s=2.7e-6 if gpu else 1e-6,
         host_bytes_per_s=chip.host_bytes_per_s,
         host_memory_bytes=devices_a_host
         * _HOST_MEMORY_BYTES.get(chip.name, _GPU_HOST_MEMORY_BYTES),
