@@ -126,13 +126,9 @@ class Failure:
             f"{f', with {words}' if words else ''}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return {"stage": self.stage, "mesh": self.mesh, "size": self.size}
-
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Failure":
-        """Undoes `as_dict`. Raises TypeError for anything else than a failure."""
+        """Undoes `dataclasses.asdict`. Raises TypeError for anything else than a failure."""
         failure = Failure(**{**values, "size": tuple(values["size"])})
         if len(failure.size) != {"rollout": 5, "train": 4}.get(failure.stage):
             raise TypeError(f"not a failure: {values}")

@@ -107,7 +107,7 @@ class ThroughputTable:
                 key: {"speeds": speeds.get(key, ()), "program_bytes": num_bytes.get(key, 0)}
                 for key in {**speeds, **num_bytes}
             },
-            "failures": [each.as_dict() for each in self.failures if each.lasts == "always"],
+            "failures": [dataclasses.asdict(f) for f in self.failures if f.lasts == "always"],
             "compile_s": self.compile_s,
         }
 
