@@ -563,6 +563,13 @@ def run(capsys, *arguments):
 SPLIT = ("devices.num_rollout=auto", "asynchrony.max_staleness=2")
 
 
+def test_short_contexts_are_cut_for_no_split_where_others_do_without():
+    """Seven devices train a model of width 3,584 in a ring of seven, or not at all."""
+    problem = problem_on("h100:1x8", "model.preset=qwen2.5-7b", BF16, *SPLIT, *TWELVES)
+    assert {mesh.context for mesh in problem.at(1).meshes("train")} == {7}
+    assert problem.splits == (2, 4, 6)
+
+
 def test_the_split_is_the_one_of_all_fixed_ones_whose_slower_stage_is_fastest():
     """With each split the plans and seconds are those of a run that has it fixed."""
     problem = problem_on("h100:1x8", *SPLIT, *TWELVES)

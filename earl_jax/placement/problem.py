@@ -249,13 +249,17 @@ def with_splits(problem: Problem) -> Problem:
     """
     number, unit = problem.hardware.num_devices, problem.num_processes
     apart = unit * max(1, number // unit // MOST_SPLITS)
-    every, found, obstacles = dataclasses.replace(problem, splits=()), list[int](), list[str]()
+    every, splits, obstacles = dataclasses.replace(problem, splits=()), dict[int, bool](), []
     for split in range(apart, number, apart):
         try:
-            assert every.at(split).meshes("rollout") and every.at(split).meshes("train")
-            found.append(split)
+            first = [every.at(split).meshes(stage)[0] for stage in ("rollout", "train")]
+            splits[split] = all(mesh.context == 1 for mesh in first)
         except ValueError as error:
             obstacles.append(f"{split} to play: {error}")
+    # Short contexts are cut only where no split can do without, or as the user wants it.
+    uncut = [split for split, is_uncut in splits.items() if is_uncut]
+    is_named = problem.rollout_meshes_named or problem.train_meshes_named
+    found = uncut if uncut and not is_named else [*splits]
     if not found:
         why = "; ".join(obstacles[:2]) or "each process needs at least two"
         raise InputError(
