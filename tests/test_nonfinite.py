@@ -75,7 +75,7 @@ def play(engine, weights: Policy, todo: list[Task]) -> dict[int, tuple]:
     return found
 
 
-@pytest.mark.slow_except("short of pages")
+@pytest.mark.slow_except("short of pages-nan")
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "settings",
@@ -103,6 +103,23 @@ def test_a_prompt_without_finite_logits_ends_alone(settings, fault):
             assert of_it[:2] == healthy[number][:2], number
             np.testing.assert_array_equal(of_it[2], healthy[number][2])
     assert len(found) == 18
+
+
+def test_a_fault_that_has_passed_is_not_kept_in_the_cache():
+    """As of a device that failed once: the same beginnings are read again, and not taken over."""
+    service = open_service(served(), poisoned(served()), lambda ticket, tokens: None)
+    spoiled = [asked(n, spoiled=n > 0) for n in (0, 1, 1, 4)]
+
+    def reasons() -> list[str]:
+        service.submit(spoiled)
+        found = [each for some in service.drain() for each in some]
+        for each in found:
+            service.release(each.row)
+        return [each.trajectory.stop_reason for each in sorted(found, key=lambda f: f.ticket)]
+
+    assert reasons()[1:] == ["nonfinite_logits"] * 3
+    service.session = dataclasses.replace(service.session, policy=policy(served()))
+    assert "nonfinite_logits" not in reasons()
 
 
 @contextlib.contextmanager

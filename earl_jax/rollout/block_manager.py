@@ -540,6 +540,10 @@ class BlockManager:
         self._ended.pop(slot, None)
         self._ended[slot] = None
 
+    def forget(self, slot: int) -> None:
+        """Gives up what a slot keeps whose episode is over: no other takes it over."""
+        self._give_up(slot)
+
 
 def _block(session: Session) -> tuple[int, int]:
     """Returns the bytes of a block of one row shard, and how many pages of it a block has."""

@@ -466,6 +466,8 @@ class RolloutService:
             f"the model's logits behind token {place} of this context are not finite: a weight or "
             "an activation overflows (config.rollout.compute_dtype, weight_dtype, kv_dtype)",
         )
+        # The cache may hold the fault.
+        self._blocks.forget(slot)
 
     def _take_answers(self) -> None:
         """Takes environments' answers within the patience; waits on while no slot has work."""
