@@ -18,14 +18,13 @@ from earl_jax.engine.choices import (
     check_allowed,
     check_choices,
     choice_tree,
-    draw,
     no_choices,
     set_allowed,
     set_choices,
     walk,
 )
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
+from earl_jax.engine.sampling import SamplingRows, draw, sample, sampling_rows
 from earl_jax.envs.environment import Start
 from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.run.build import build_run

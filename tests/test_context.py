@@ -13,8 +13,9 @@ import pytest
 
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.attention import splash
-from earl_jax.models.attention.folding import fold, part_length, unfold
+from earl_jax.models.attention.folding import fold, unfold
 from earl_jax.models.attention.kernels import Kernel, attend_rows, context_obstacle
+from earl_jax.models.attention.rows import part_length
 from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.models.engine_parameters import engine_shapes, engine_specs
 from earl_jax.models.lora_config import LoraConfig

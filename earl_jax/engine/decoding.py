@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.engine.choices import draw, walk
+from earl_jax.engine.choices import walk
 from earl_jax.engine.config import SlotRules
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.drafts import look_up
-from earl_jax.engine.sampling import model_logprobs, token_uniforms
+from earl_jax.engine.sampling import draw, model_logprobs, token_uniforms
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import fill_cache, forward_chunk, forward_drafts
 from earl_jax.models.kv_cache import PagedCache

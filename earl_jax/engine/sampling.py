@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from earl_jax.engine.choices import FREE, Choices
 from earl_jax.engine.config import Sampling
 
 BLOCK_SIZE = 512
@@ -83,6 +84,39 @@ def sample(
     # 0, or NaN where the largest logit is not a finite number.
     fault_B = top_B - top_B
     return tokens_B, logprobs_B + fault_B
+
+
+def draw(
+    uniform_B: jax.Array,
+    logits_BV: jax.Array,
+    choices: Choices | None,
+    settings: SamplingRows,
+    *,
+    truncates: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs `sample`; a slot that is at a node draws from its allowed tokens alone.
+
+    The logits of these few are gathered: no mask is laid over the vocabulary, unrestricted slots
+    keep every bit, and where all are unrestricted nothing is computed.
+    """
+    anything = sample(uniform_B, logits_BV, settings, truncates=truncates)
+    if choices is None:
+        return anything
+    held_B = choices.node != FREE
+
+    def among() -> tuple[jax.Array, jax.Array]:
+        next_BJ = choices.parents == choices.node[:, None]
+        logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
+        # Unrestricted slots are drawn here too, from arbitrary tokens, and the result is dropped.
+        logits_BJ = jnp.where(next_BJ | ~held_B[:, None], logits_BJ, -jnp.inf)
+        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings, truncates=truncates)
+        tokens_B = jnp.take_along_axis(choices.tokens, position_B[:, None], axis=1)[:, 0]
+        return (
+            jnp.where(held_B, tokens_B, anything[0]),
+            jnp.where(held_B, logprobs_B, anything[1]),
+        )
+
+    return jax.lax.cond(jnp.any(held_B), among, lambda: anything)
 
 
 def model_logprobs(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:

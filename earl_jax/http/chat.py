@@ -47,17 +47,6 @@ def read_chat(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any], list
     return fields, [_message(number, each) for number, each in enumerate(messages)], visible
 
 
-def function_tool(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool with these fields, first those that all have, in the order of OpenAI's docs.
-
-    So the order of a client's fields does not change the prompt.
-    """
-    first = ("name", "description", "parameters")
-    names = dict.fromkeys([*first, *fields])
-    function = {name: fields[name] for name in names if fields.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
 def demanded_call(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns the name of the tool that a request's tool_choice demands a call of.
 

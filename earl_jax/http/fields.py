@@ -150,3 +150,14 @@ def shown(value: Any) -> str:
     """Returns a value as JSON, cut where it is long, for errors."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def function_tool(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool with these fields, first those that all have, in the order of OpenAI's docs.
+
+    So the order of a client's fields does not change the prompt.
+    """
+    first = ("name", "description", "parameters")
+    names = dict.fromkeys([*first, *fields])
+    function = {name: fields[name] for name in names if fields.get(name) is not None}
+    return {"type": "function", "function": function}

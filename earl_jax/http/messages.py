@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from earl_jax.http.chat import function_tool
 from earl_jax.http.chat_reply import ChatReply
 from earl_jax.http.fields import (
     DRAWN,
     IDS,
     STRUCTURED,
     check_names,
+    function_tool,
     is_list,
     read_text,
     shown,

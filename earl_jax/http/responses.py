@@ -8,9 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from earl_jax.http.chat import function_tool
 from earl_jax.http.chat_reply import ChatReply
-from earl_jax.http.fields import DRAWN, IDS, STRUCTURED, check_names, read_text, shown, take
+from earl_jax.http.fields import (
+    DRAWN,
+    IDS,
+    STRUCTURED,
+    check_names,
+    function_tool,
+    read_text,
+    shown,
+    take,
+)
 from earl_jax.http.server import HttpError
 
 # Fields that chat completions have too, and fields without an effect on the reply.

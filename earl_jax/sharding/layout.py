@@ -4,7 +4,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -142,6 +142,27 @@ class Layout:
     def parameters(self, letters: str) -> NamedSharding:
         """Returns `parameter_spec` on this mesh."""
         return NamedSharding(self.mesh, self.parameter_spec(letters))
+
+    def on_each_shard(
+        self, function: Callable[..., jax.Array], letters: Sequence[str]
+    ) -> Callable[..., jax.Array]:
+        """Runs a function on each device's part of its arguments, without a collective.
+
+        The arguments have these axes, of which the last may be left out; the result is cut as the
+        first of them.
+        """
+        specs = tuple(self.activation_spec(axes) for axes in letters)
+
+        def run(*inputs: jax.Array) -> jax.Array:
+            return jax.shard_map(
+                function,
+                mesh=self.mesh,
+                in_specs=specs[: len(inputs)],
+                out_specs=specs[0],
+                check_vma=False,
+            )(*inputs)
+
+        return run
 
     def constrain(self, array: jax.Array, letters: str) -> jax.Array:
         """Fixes the placement of an activation inside a jitted function."""

@@ -11,27 +11,6 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.sharding.layout import Layout
 
 
-def on_each_shard(layout: Layout, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Runs `attend` on each device's rows and heads.
-
-    Its arguments are query_BTKGH, key_BKSH, value_BKSH, numbers_BT, and sinks_KG where there are
-    some. No collective: no head looks at another's keys.
-    """
-    letters = ("BTKGH", "BKSH", "BKSH", "BT", "KG")
-    specs = tuple(layout.activation_spec(axes) for axes in letters)
-
-    def run(*inputs: jax.Array) -> jax.Array:
-        return jax.shard_map(
-            attend,
-            mesh=layout.mesh,
-            in_specs=specs[: len(inputs)],
-            out_specs=specs[0],
-            check_vma=False,
-        )(*inputs)
-
-    return run
-
-
 def on_own_heads(
     layout: Layout | None,
     attend: Callable[..., Any],

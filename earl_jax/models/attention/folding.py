@@ -19,20 +19,8 @@ On a mesh without a `context` axis nothing is done at all.
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention.rows import BLOCK_SIZE
+from earl_jax.models.attention.rows import part_length
 from earl_jax.sharding.layout import Layout
-
-
-def part_length(length: int, context: int) -> int:
-    """Returns the positions of one of the 2 x `context` parts of a row, the last one padded.
-
-    They come in blocks that attention takes at a time, all of one size.
-
-    Example: 2,100 tokens over 8 shards are 16 parts of 132 tokens, in 2 blocks of 66.
-    """
-    part = -(-length // (2 * context))
-    blocks = -(-part // BLOCK_SIZE)
-    return blocks * -(-part // blocks)
 
 
 def fold(layout: Layout, rows_BS: jax.Array) -> jax.Array:

@@ -34,8 +34,32 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 _AXIS = "context"
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class LayerCache:
+    """The pages of one layer of every group: key_ZKHS and value_ZKSH.
+
+    They are in the model's compute type, or in int8. Of latent attention there are no values: a
+    token has one row for all heads, a latent and a rotated key behind it, and values are the first
+    numbers of keys.
+
+    In int8 each token's key and value of a head have a scale, f32 key_scale_ZKS and
+    value_scale_ZKS: numbers are round(x / scale), the largest 127 (symmetric, no zero point).
+    """
+
+    key: jax.Array
+    value: jax.Array | None
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+
+    @property
+    def own_size(self) -> int:
+        """Positions of a page that a device has."""
+        return self.key.shape[3]
 
 
 class PageShare(NamedTuple):

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention.page_shares import WHOLE, PageShare, add_up
+from earl_jax.models.attention.page_shares import WHOLE, LayerCache, PageShare, add_up
 from earl_jax.models.attention.rows import cap
-from earl_jax.models.kv_cache import LayerCache
 
 
 @jax.tree_util.register_static

@@ -22,10 +22,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from earl_jax.models.attention.page_shares import WHOLE, PageShare, add_up
+from earl_jax.models.attention.page_shares import WHOLE, LayerCache, PageShare, add_up
 from earl_jax.models.attention.paged_attention import FLOOR
 from earl_jax.models.attention.rows import cap
-from earl_jax.models.kv_cache import LayerCache
 
 # Positions of a device that one step of the grid reads. For four heads of 128 in bf16 these are
 # 1 MiB, 1.3 us at v5e's 819 GB/s, where a step itself takes about 0.35. Not measured on a chip yet.

@@ -29,10 +29,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from earl_jax.models.attention.page_shares import WHOLE, PageShare, add_up
+from earl_jax.models.attention.page_shares import WHOLE, LayerCache, PageShare, add_up
 from earl_jax.models.attention.paged_attention import FLOOR
 from earl_jax.models.attention.rows import cap
-from earl_jax.models.kv_cache import LayerCache
 
 # Up to so many queries a row, programs split its pages: there are few programs else.
 SPLIT_QUERIES = 8

@@ -246,7 +246,7 @@ def joined(array: jax.Array, axis: int) -> jax.Array:
 
 
 def _blocks(array: jax.Array, axis: int) -> jax.Array:
-    """Returns blocks of at most BLOCK_SIZE, which `folding.part_length` makes even."""
+    """Returns blocks of at most BLOCK_SIZE, which `rows.part_length` makes even."""
     return pieces(array, axis, -(-array.shape[axis] // BLOCK_SIZE))
 
 

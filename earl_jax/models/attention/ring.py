@@ -37,7 +37,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.models.attention.folding import part_length
 from earl_jax.models.attention.partial_attention import (
     KernelSettings,
     Outcome,
@@ -57,7 +56,7 @@ from earl_jax.models.attention.partial_attention import (
     pieces,
     tokens_first,
 )
-from earl_jax.models.attention.rows import Positions, Spans, Window, spans_of
+from earl_jax.models.attention.rows import Positions, Spans, Window, part_length, spans_of
 from earl_jax.models.remat import mark_attention
 from earl_jax.sharding.layout import Layout
 

@@ -14,6 +14,10 @@ import jax.numpy as jnp
 # Queries, and keys, that blockwise attention looks at together; a row of one block is one piece.
 BLOCK_SIZE = 128
 
+# Axes of what attention takes: query, key, value, numbers of tokens, and sinks if there are some.
+# A device's rows and heads need no collective: no head looks at another's keys.
+ATTENTION_AXES = ("BTKGH", "BKSH", "BKSH", "BT", "KG")
+
 Window = int | jax.Array | None
 
 
@@ -32,6 +36,18 @@ class Spans(NamedTuple):
 
     first: jax.Array
     last: jax.Array
+
+
+def part_length(length: int, context: int) -> int:
+    """Returns the positions of one of the 2 x `context` parts of a row, the last one padded.
+
+    They come in blocks that attention takes at a time, all of one size.
+
+    Example: 2,100 tokens over 8 shards are 16 parts of 132 tokens, in 2 blocks of 66.
+    """
+    part = -(-length // (2 * context))
+    blocks = -(-part // BLOCK_SIZE)
+    return blocks * -(-part // blocks)
 
 
 def spans_of(segments_BT: jax.Array, window: Window) -> Spans:

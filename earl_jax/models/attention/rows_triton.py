@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from earl_jax.models.attention.attention_shards import on_each_shard
 from earl_jax.models.attention.paged_attention import FLOOR
 from earl_jax.models.attention.partial_attention import (
     KernelSettings,
@@ -34,7 +33,7 @@ from earl_jax.models.attention.partial_attention import (
     outcome,
     tokens_first,
 )
-from earl_jax.models.attention.rows import Spans, Window, cap, spans_of
+from earl_jax.models.attention.rows import ATTENTION_AXES, Spans, Window, cap, spans_of
 from earl_jax.models.remat import mark_attention
 from earl_jax.sharding.layout import Layout
 
@@ -92,7 +91,7 @@ def triton_rows(
         return out[:, :length, ..., :size]
 
     sinks = () if sinks_KG is None else (sinks_KG,)
-    attend = on_each_shard(layout, attend_shard)
+    attend = layout.on_each_shard(attend_shard, ATTENTION_AXES)
     return attend(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, *sinks)
 
 

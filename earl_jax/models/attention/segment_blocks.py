@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention.attention_shards import on_each_shard
 from earl_jax.models.attention.partial_attention import (
     Outcome,
     Rules,
@@ -31,7 +30,7 @@ from earl_jax.models.attention.partial_attention import (
     outcome,
     tokens_first,
 )
-from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attention
+from earl_jax.models.attention.rows import ATTENTION_AXES, BLOCK_SIZE, Positions, Window, attention
 from earl_jax.models.remat import mark_attention
 from earl_jax.sharding.layout import Layout
 
@@ -82,7 +81,7 @@ def attend_packed_rows(
 
     sinks = () if sinks_KG is None else (sinks_KG,)
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
-    return on_each_shard(layout, attend_shard)(*inputs, *sinks)
+    return layout.on_each_shard(attend_shard, ATTENTION_AXES)(*inputs, *sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

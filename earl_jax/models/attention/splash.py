@@ -21,7 +21,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from earl_jax.models.attention.attention_shards import on_each_shard
 from earl_jax.models.attention.partial_attention import (
     KernelSettings,
     Outcome,
@@ -29,6 +28,7 @@ from earl_jax.models.attention.partial_attention import (
     Seen,
     Sides,
 )
+from earl_jax.models.attention.rows import ATTENTION_AXES
 from earl_jax.models.remat import ATTENTION
 from earl_jax.sharding.layout import Layout
 
@@ -81,7 +81,7 @@ def splash_rows(
         )
 
     sinks = () if sinks_KG is None else (sinks_KG,)
-    attend = on_each_shard(layout, attend_shard)
+    attend = layout.on_each_shard(attend_shard, ATTENTION_AXES)
     return attend(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, *sinks)
 
 

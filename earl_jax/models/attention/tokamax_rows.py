@@ -11,8 +11,7 @@ import importlib
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention.attention_shards import on_each_shard
-from earl_jax.models.attention.rows import Window
+from earl_jax.models.attention.rows import ATTENTION_AXES, Window
 from earl_jax.models.tokamax_extra import quiet_tokamax
 from earl_jax.sharding.layout import Layout
 
@@ -50,7 +49,9 @@ def tokamax_rows(
         first_BT = jnp.maximum(first_BT, order_BT - (window - 1))
     implementation = "xla" if layout.platform == "cpu" else "mosaic_gpu"
     attend_shard = functools.partial(_call, implementation, scale, softcap)
-    return on_each_shard(layout, attend_shard)(query_BTKGH, key_BKSH, value_BKSH, first_BT)
+    return layout.on_each_shard(attend_shard, ATTENTION_AXES)(
+        query_BTKGH, key_BKSH, value_BKSH, first_BT
+    )
 
 
 def _call(

@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.models.activations import gated
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.moe.grouped_matmul import Products, choose_products, grouped_matmul
+from earl_jax.models.moe.routing import choose_experts, router_probabilities
 from earl_jax.models.quantization import Quantized
 from earl_jax.models.remat import mark_product
 from earl_jax.sharding.axes import MESH_AXES
@@ -52,44 +53,6 @@ def _letters(config: ModelConfig) -> dict[str, str]:
     """Returns the letters of the weights that a layer of this model has."""
     found = _WEIGHTS | _BIASES if config.expert_bias else _WEIGHTS
     return found | {"router_correction": "X"} if config.router_correction else found
-
-
-def router_probabilities(
-    config: ModelConfig, x_TD: jax.Array, router_DX: jax.Array, bias_X: jax.Array | None = None
-) -> jax.Array:
-    """Returns each expert's probability, f32[..., X] for any compute type; D is the last axis.
-
-    A softmax over experts, or each a sigmoid.
-    """
-    logits_TX = jnp.einsum("...D,DX->...X", x_TD, router_DX, preferred_element_type=jnp.float32)
-    if bias_X is not None:
-        bias_X = bias_X.astype(jnp.float32)
-        logits_TX += jnp.expand_dims(bias_X, range(logits_TX.ndim - 1))
-    if config.router_scores == "sigmoid":
-        return jax.nn.sigmoid(logits_TX)
-    return jax.nn.softmax(logits_TX, axis=-1)
-
-
-def choose_experts(
-    config: ModelConfig, probability_TX: jax.Array, correction_X: jax.Array | None = None
-) -> jax.Array:
-    """Returns the experts of each token i32[..., U], the best first.
-
-    With `expert_groups` they are in a token's best groups (arXiv 2405.04434, section 2.2.2). A
-    correction, of the model's own, is added before both choices (arXiv 2412.19437, section 2.1.2).
-    """
-    score_TX = jax.lax.stop_gradient(probability_TX)
-    if correction_X is not None:
-        score_TX += jnp.expand_dims(jax.lax.stop_gradient(correction_X), range(score_TX.ndim - 1))
-    groups = config.expert_groups
-    if groups > 1:
-        # Groups along the axis before the last.
-        grouped = score_TX.reshape(*score_TX.shape[:-1], groups, -1)
-        best = jnp.sum(jax.lax.top_k(grouped, config.group_score)[0], axis=-1)
-        _, chosen = jax.lax.top_k(best, config.groups_per_token)
-        is_chosen = jnp.any(jax.nn.one_hot(chosen, groups, dtype=bool), axis=-2)
-        score_TX = jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(score_TX.shape)
-    return jax.lax.top_k(score_TX, config.experts_per_token)[1]
 
 
 def route(
