@@ -82,9 +82,6 @@ class _Parser(html.parser.HTMLParser):
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def with_class(self, name):
-        return [a for _, a in self.tags if name in (a.get("class") or "").split()]
-
 
 def test_a_hostile_episode_is_text(tmp_path):
     hostile = "</pre><script>evil()</script>"
