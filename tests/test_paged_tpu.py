@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel for TPUs, interpreted, against our attention over pages; and its list of work."""
+"""The kernel for TPUs, interpreted, against our attention over pages; and its list of work.
+
+Over pages that are cut, the kernel for GPUs too.
+"""
 
 import dataclasses
 import functools
@@ -9,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from earl_jax.models.attention import paged_tpu
+from earl_jax.models.attention import paged_tpu, paged_triton
 from earl_jax.models.attention.kernels import attention_over_pages
 from earl_jax.models.attention.page_shares import own_share
 from earl_jax.models.attention.paged_attention import Tile, attend_pages
 from earl_jax.models.attention.paged_tpu import Shape, plan_work, plan_works, shape_of
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.kv_cache import PagedCache, write
+from earl_jax.models.kv_cache import PagedCache, place_pages, write
+from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.caches import empty_cache, reading_of
 
 ROWS, MAX_TOKENS, SIZE = 7, 40, 8
@@ -45,11 +50,13 @@ def few_at_a_time(monkeypatch):
     monkeypatch.setattr(paged_tpu, "MOST", 32)
 
 
-def by_kernel(cache, query, cached, counts, *, window=None, softcap=0.0, scatter=False):
+def by_kernel(
+    cache, query, cached, counts, *, kernel="pallas_tpu", window=None, softcap=0.0, scatter=False
+):
     """As a round of the engine plans and makes it on a CPU: interpreted."""
     model = dataclasses.replace(MODEL, windows=(window or 0,), attention_softcap=softcap)
     settings = (model, cache, cached, counts, query.shape[1])
-    readings, attend = attention_over_pages("pallas_tpu", "cpu", *settings)
+    readings, attend = attention_over_pages(kernel, "cpu", *settings)
     share = own_share(cache.parts)
     return attend(query, cache.pools[0], readings[0], window, share, scatter)
 
@@ -92,6 +99,34 @@ def test_it_is_our_attention_over_pages(length, kv_dtype, settings):
     real = np.arange(length)[None, :] < counts[:, None]
     np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
     assert not out[~real].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["triton", "pallas_tpu"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_int8_pages_of_which_two_devices_have_halves_are_read_as_whole_ones(
+    length, kernel, monkeypatch
+):
+    """With a window and a cap. Of four queries each device gets the result of two."""
+    monkeypatch.setattr(paged_triton, "TOKENS_A_SPLIT", 2 * SIZE)
+    settings, scatter = {"window": 12, "softcap": 2.0}, length > 1
+    query, counts = queries(length)
+    cache = dataclasses.replace(filled("int8"), parts=2)
+    layout, whole = make_layout(MeshShape(context=2), jax.devices()[:2]), P()
+    pages = place_pages(cache.pools[0], layout.activation_spec)
+    cut = jax.shard_map(
+        functools.partial(by_kernel, kernel=kernel, scatter=scatter, **settings),
+        mesh=layout.mesh,
+        in_specs=(PagedCache(pools=[pages], table=whole, parts=2), *[whole] * 3),
+        out_specs=P(None, "context") if scatter else whole,
+        check_vma=False,
+    )
+    out = np.asarray(jax.jit(cut)(cache, query, CACHED, counts))
+    read = jax.jit(functools.partial(by_reference, **settings))
+    expected = np.asarray(read(filled("int8"), query, CACHED, counts))
+    real = np.arange(length)[None, :] < counts[:, None]
+    np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
+    assert not out[counts == 0].any() and np.isfinite(out).all()
 
 
 @pytest.mark.slow
