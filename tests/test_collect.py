@@ -195,6 +195,17 @@ def test_session_grows_before_an_episode_outgrows_it(pool, games):
     assert_same_episodes(games.trajectories, grown.trajectories)
 
 
+def test_within_a_context_bucket_one_program_and_one_pool_hold_contexts_of_any_length(pool):
+    """Those of a run with one bucket: no length is a reason to compile, or to grow."""
+    player, grow_pool = engine(), GrowPool()
+    rollout = collect(pool, tasks(40), player=player, grow=grow_pool)
+    assert grow_pool.wanted == grow_pool.wanted_pages == []
+    assert player._play._cache_size() == 1
+    first, second, _ = CONFIG.context_buckets
+    lengths = [trajectory.num_tokens for trajectory in rollout.trajectories]
+    assert min(lengths) <= first and second < max(lengths), "or the test shows nothing"
+
+
 @pytest.mark.slow
 def test_pages_are_made_where_they_are_needed(pool, games):
     """Shards of two slots begin with five pages: too few for two episodes of up to 30 tokens."""
