@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.hlo import read_program
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.models.attention import paged_tpu, paged_triton
 from earl_jax.models.attention.kernels import choose_kernel
+from earl_jax.models.engine_parameters import engine_shapes, engine_specs
 from earl_jax.models.kv_cache import LayerCache
 from earl_jax.models.presets import PRESETS
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
@@ -151,6 +153,46 @@ def test_on_tpus_every_layer_of_a_round_reads_its_pages_with_our_kernel(name):
     assert len(calls) == 2 * FAMILIES["qwen3-8b"].num_layers - 1
     pool = rf"bf16\[{SLOTS * MAX_TOKENS // 128 // 8},4,128,128\]"
     assert re.search(pool, text) and not re.search(pool + r"\S* (copy|transpose)\(", text)
+
+
+def ran_by(program, name: str):
+    """The instructions of a computation and of those that it runs; a fusion is one instruction."""
+    for each in program.computations[name].values():
+        yield each
+        if each.work in ("while", "conditional", "call", "async"):
+            for called in each.called:
+                yield from ran_by(program, called)
+
+
+def decode_loop(text: str) -> list:
+    """The instructions of a round's loop over tokens, in which slots may truncate."""
+    program = read_program(text)
+    loops = [each for each in program.instructions if each.kind == "while"]
+    bodies = [list(ran_by(program, name)) for loop in loops for name in loop.called]
+    (found,) = [body for body in bodies if any(each.kind == "conditional" for each in body)]
+    return found
+
+
+def matrices_in(instructions, model) -> list[str]:
+    """The names of those that write an array as large as a matrix of the weights, in any order."""
+    specs = engine_specs(model, VOCAB, "compute")
+    shapes = jax.tree.leaves(engine_shapes(specs, model.compute_dtype))
+    matrices = {tuple(sorted(leaf.shape)) for leaf in shapes if leaf.ndim > 1}
+    names = "parameter get-tuple-element tuple bitcast while conditional opt-barrier".split()
+    return [
+        each.name
+        for each in instructions
+        if each.kind not in names
+        and any(a.in_memory and tuple(sorted(a.shape)) in matrices for a in each.results)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH[:1])
+def test_no_step_of_a_round_copies_or_transposes_a_weight(name):
+    """Matrices are copied into another order in front of the loop, once a round."""
+    text = compiled_round("qwen3-8b", name, MeshShape(data=8)).as_text()
+    assert not matrices_in(decode_loop(text), FAMILIES["qwen3-8b"])
 
 
 def shapes_on(device):
