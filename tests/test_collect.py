@@ -196,7 +196,7 @@ def test_session_grows_before_an_episode_outgrows_it(pool, games):
 
 
 def test_within_a_context_bucket_one_program_and_one_pool_hold_contexts_of_any_length(pool):
-    """Those of a run with one bucket: no length is a reason to compile, or to grow."""
+    """As in a run with one bucket: no length is a reason to compile, or to grow."""
     player, grow_pool = engine(), GrowPool()
     rollout = collect(pool, tasks(40), player=player, grow=grow_pool)
     assert grow_pool.wanted == grow_pool.wanted_pages == []
