@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of an engine on the devices: slots, their pages, and the rows that they write."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from earl_jax.engine.choices import Choices, no_choices
 from earl_jax.engine.config import MAX_STOP_IDS, NO_ID, NO_LIMIT, Sampling
@@ -18,8 +17,7 @@ from earl_jax.models.layer_groups import group_layers, pages_for
 from earl_jax.trajectory import Experience
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class DecodeState:
     """B slots and the N rows of experience that they write, one data shard's part or the whole.
 
