@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a checkout: the tables of simplification.md, a column for each folder that is given.
+"""Measures a checkout: tables of simplification.md and selector.md, a column for each folder given.
 
     git archive 597e169 --prefix=before/ | tar -x -C /tmp
     uv run python docs/design/measure.py /tmp/before .
 
 Lines are all lines of .py files, and in benchmarks/ and docs/ of .md files too. Import floors are
-the modules on the longest chain of imports at module level, circles counted as one. A word is
+the modules on the longest chain of imports at module level, circles counted as one. The choice of
+meshes is counted in the folders that it has today, so not in a checkout from before them. A word is
 counted where it stands alone, in a name, or in its plural, in .py and .md files.
 """
 
@@ -28,6 +29,8 @@ FOLDERS = (
     "algorithms config dispatch engine envs http launch models placement preflight profiling "
     "rollout run selector serving settings sharding telemetry train"
 ).split()
+# Files of placement/ that pack rows, play, train and score, and serve no choice of meshes.
+NO_CHOICE = "delivery held_out packing parts rollouts updates".split()
 # The page that explains the words.
 PAGES = ("docs/design/measure.py", "docs/design/simplification.md")
 COUNT_KEYS = """
@@ -59,6 +62,7 @@ def measure(root: Path) -> dict[str, str]:
         found += [*(root / name).rglob("*.md")] if name != "tests" else []
         row[name] = _size(found)
     row["README, bytes"] = f"{(root / 'README.md').stat().st_size:,}"
+    row |= _choice(package)
     row["import floors"] = str(floors(dict(_imports(package))))
     row["- of folders"] = str(floors(_by_folder(_imports(package))))
     row["top-level modules"] = str(len([path for path in top_level if path.name != "__init__.py"]))
@@ -71,6 +75,36 @@ def measure(root: Path) -> dict[str, str]:
 def _size(files: list[Path]) -> str:
     lines = sum(len(path.read_text().splitlines()) for path in files)
     return f"{lines:,} in {len(files)}" if files else ""
+
+
+def _choice(package: Path) -> dict[str, str]:
+    """Returns the figures of all that serves the choice of meshes ("What it costs")."""
+    files = [*(package / "selector").glob("*.py"), package / "plan.py"]
+    files += [path for path in (package / "placement").glob("*.py") if path.stem not in NO_CHOICE]
+    trees = [ast.parse(path.read_text()) for path in files if path.exists()]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return {
+        "choice of meshes": _size([path for path in files if path.exists()]),
+        "- code alone": f"{sum(map(_code_lines, files)):,}",
+        "- classes": str(sum(isinstance(node, ast.ClassDef) for node in nodes)),
+    }
+
+
+def _code_lines(path: Path) -> int:
+    """Returns the lines of a file without docstrings, comments, imports and blank lines."""
+    if not path.exists():
+        return 0
+    source = path.read_text()
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = enumerate(source.splitlines(), 1)
+    return sum(
+        number not in left_out and bool(line.strip()) and not line.lstrip().startswith("#")
+        for number, line in lines
+    )
 
 
 def _config_keys(root: Path) -> str:
