@@ -25,7 +25,7 @@ from earl_jax.rollout.task import Task
 from earl_jax.run.build import build_run
 from earl_jax.run.saved_position import read_newest
 from earl_jax.run.source import open_source
-from earl_jax.run.step_end import EpisodesFailed
+from earl_jax.run.step_end import MAX_FAILED_STEPS, EpisodesFailed
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
@@ -493,6 +493,15 @@ def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path,
     shown = capsys.readouterr().out
     assert "reward_mean" not in shown and "failed_share           1.000" in shown
     assert "no means: all 8 episodes failed, as environment_error: OSError: the sandbox" in shown
+
+
+def test_an_outage_ends_no_run_that_is_to_go_on(tmp_path):
+    """From the first step on all episodes fail, for more steps than would end another run."""
+    never = ["env.max_failed_share=0.0", f"num_steps={MAX_FAILED_STEPS + 2}"]
+    outage = {"first": 0, "last": 16 * (MAX_FAILED_STEPS + 1), "at_start": True}
+    train(failing(MODEL, *never, **outage), tmp_path / "run")
+    shares = [row["failed_share"] for row in steps_of(tmp_path / "run")]
+    assert shares == [1.0] * (MAX_FAILED_STEPS + 1) + [0.0]
 
 
 def test_an_environment_that_fails_before_there_is_a_tokenizer_says_so(tmp_path):

@@ -60,7 +60,8 @@ class EnvConfig:
     thread, in which any number may wait. An episode fails if its environment raises, hangs or says
     what cannot be encoded; nothing is learnt from it. The run ends, saved, behind 10 steps in a row
     in each of which at least the share `max_failed_share` of the episodes failed: so a tool may be
-    away for some steps. Where all episodes of the run's first step fail, it ends at once.
+    away for some steps. Where all episodes of the run's first step fail, it ends at once. With 0 it
+    goes on however many fail: a tool may be away for as long as it takes.
     """
 
     name: str = "tic_tac_toe"
@@ -112,10 +113,10 @@ class EnvConfig:
                 f"config.env.num_workers is {self.num_workers}; it must be at least 0 (0: one for "
                 f"each slot, at most {MOST_WORKERS})"
             )
-        if not 0 < self.max_failed_share <= 1:
+        if not 0 <= self.max_failed_share <= 1:
             raise InputError(
-                f"config.env.max_failed_share is {self.max_failed_share}; it must be above 0, and "
-                "at most 1 (1: all episodes of a step)"
+                f"config.env.max_failed_share is {self.max_failed_share}; it must lie in [0, 1] "
+                "(1: all episodes of a step; 0: the run goes on however many fail)"
             )
         self.maker()
 

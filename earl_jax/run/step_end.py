@@ -36,7 +36,7 @@ def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> 
     Raises EpisodesFailed at MAX_FAILED_STEPS; at the first step if all of its episodes
     failed.
     """
-    if failures.share < env.max_failed_share:
+    if not env.max_failed_share or failures.share < env.max_failed_share:
         return 0
     never_worked = failures.share == 1 and before.failed_steps == before.step
     if never_worked or before.failed_steps + 1 >= MAX_FAILED_STEPS:
