@@ -1092,6 +1092,8 @@ def train_on_agents(workdir, replay, staleness, settings):
     """In each process: trains on agents that ask at once, by a run's events if there is one."""
     WAITS.seed(len(replay))
     longer = {"rollout.stop_strings": tuple("abcdefghi")}
+    # More than episodes play at once: requests at the same time are taken where a slot is free.
+    longer["rollout.num_slots"] = 64
     config = config_of_agents(gathers, staleness, num_steps=2, **longer, **settings)
     train(config, Path(workdir), replay=Path(replay) if replay else None)
     return True

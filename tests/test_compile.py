@@ -54,6 +54,8 @@ LATENTS = dataclasses.replace(
 )
 KIND = r"\b(all-reduce|all-gather)(?:-start)?\("
 BOTH = [pytest.param(n, marks=need_compiler(n)) for n in ("v5e:2x4", "h100:1x8")]
+# Each of two hosts with four TPUs reads the outputs of all slots, which are gathered once a round.
+OF_OUTPUTS = {"v5e:2x4": {"all-gather": 1}, "h100:1x8": {}}
 
 
 def cut(family: str, **axes: int) -> MeshShape:
@@ -104,7 +106,7 @@ def collectives(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_without_a_tensor_axis_a_round_has_no_collective(name):
-    assert not collectives("qwen3-8b", name, MeshShape(data=8))
+    assert collectives("qwen3-8b", name, MeshShape(data=8)) == OF_OUTPUTS[name]
 
 
 @pytest.mark.slow
@@ -114,7 +116,8 @@ def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(famil
     """As on CPU (test_engine.py), for tiles, but their last layer, and for the loop over tokens."""
     counts = collectives(family, name, cut(family, data=2))
     num_layers = FAMILIES[family].num_layers
-    assert counts == {"all-reduce": 4 * num_layers, "all-gather": 1}
+    own = collections.Counter({"all-reduce": 4 * num_layers, "all-gather": 1})
+    assert counts == own + collections.Counter(OF_OUTPUTS[name])
 
 
 @pytest.mark.slow
@@ -303,7 +306,8 @@ def test_a_round_that_guesses_tokens_has_the_same_collectives(name):
 def test_with_an_expert_axis_alone_a_round_adds_up_its_experts_and_no_more(name):
     """Attention, the embedding and the head are whole on every device of a row shard."""
     counts = collectives("qwen3-30b-a3b", name, MeshShape(data=2, expert=4))
-    assert counts == {"all-reduce": 2 * FAMILIES["qwen3-30b-a3b"].num_layers - 1}
+    own = collections.Counter({"all-reduce": 2 * FAMILIES["qwen3-30b-a3b"].num_layers - 1})
+    assert counts == own + collections.Counter(OF_OUTPUTS[name])
 
 
 @pytest.mark.slow
@@ -312,7 +316,7 @@ def test_with_an_expert_axis_alone_a_round_adds_up_its_experts_and_no_more(name)
 def test_a_round_holds_the_cache_once(name, draft):
     analysis = compiled_round("qwen3-8b", name, MeshShape(data=8), draft).memory_analysis()
     model = FAMILIES["qwen3-8b"]
-    layers = jax.eval_shape(lambda: empty_cache(model, SLOTS // 8, MAX_TOKENS)).layers
+    layers = jax.eval_shape(lambda: empty_cache(model, SLOTS // 8, MAX_TOKENS)).pools
     cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
     assert analysis.alias_size_in_bytes > cache
     assert analysis.temp_size_in_bytes < cache / 2
@@ -324,7 +328,7 @@ def test_a_round_holds_the_cache_once(name, draft):
 def test_an_update_compiles_and_each_device_holds_its_part_of_the_state(family, name):
     devices = make_topology(name).devices()
     layout = make_layout(cut(family, fsdp=2), devices, row_axes=TRAINING_ROWS)
-    assert_an_update_compiles(family, layout, "splash")
+    assert_an_update_compiles(family, layout)
 
 
 @pytest.mark.slow
@@ -333,7 +337,7 @@ def test_an_update_compiles_and_each_device_holds_its_part_of_the_state(family, 
 def test_an_update_on_rows_that_are_cut_compiles(family, name):
     devices = make_topology(name).devices()
     layout = make_layout(cut(family, context=2), devices, row_axes=TRAINING_ROWS)
-    assert_an_update_compiles(family, layout, "blockwise")
+    assert_an_update_compiles(family, layout)
 
 
 @pytest.mark.slow
@@ -374,13 +378,12 @@ def test_layers_inputs_leave_the_device_for_its_host(name, least):
     assert full.temp_size_in_bytes - offload.temp_size_in_bytes > least * kept
 
 
-def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
-    """For these devices, on TPUs with this kernel; each holds its part of the state, once."""
+def assert_an_update_compiles(family: str, layout: Layout) -> None:
+    """For these devices, on TPUs with splash attention; each holds its part of the state, once."""
     model, config = FAMILIES[family], TrainConfig(remat="full")
     with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
-        assert (
-            layout.platform != "tpu" or choose_kernel("auto", layout, model, 1000).kernel == kernel
-        )
+        chosen = choose_kernel("auto", layout, model, 1000).kernel
+        assert layout.platform != "tpu" or chosen == "splash"
     shapes = state_shapes(model, config, VOCAB)
     shardings = state_shardings(model, config, VOCAB, layout)
     lowered = lowered_update(model, config, layout, VOCAB, (4, 1000))
