@@ -2,6 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family's update and round as the compilers of real chips make them, where those are.
 
+They are not in the lock's default: run these by hand behind a change of kernels, engine or trainer.
+
+    uv run --python=3.12 --extra=tpu-topology --extra=gpu-topology --extra=tokamax \
+        pytest -n0 -m slow tests/test_compile.py tests/test_kernels.py
+
 The same at real sizes: benchmarks/compile.py.
 """
 
@@ -126,11 +131,12 @@ def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(famil
 def test_on_gpus_every_layer_of_a_round_reads_its_pages_with_our_kernel(name, shape):
     """In the pass of tiles, but its last layer, and in that of the loop over tokens.
 
-    On a device's own heads, and on its part of the pages.
+    On a device's own heads, and on its part of the pages. The loop reads pages in splits, which a
+    second kernel adds up.
     """
     text = compiled_round("qwen3-8b", name, shape, 0).as_text()
     calls = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton"', text)
-    assert len(calls) == 2 * FAMILIES["qwen3-8b"].num_layers - 1
+    assert len(calls) == 3 * FAMILIES["qwen3-8b"].num_layers - 1
 
 
 @pytest.mark.slow
@@ -139,7 +145,7 @@ def test_on_gpus_every_layer_of_a_round_reads_latents_with_our_kernel(name):
     """On a device's own heads of queries and its part of the pages; no pool is copied."""
     text = compiled_round("latents", name, MeshShape(data=2, context=2, tensor=2)).as_text()
     calls = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton"', text)
-    assert len(calls) == 2 * LATENTS.num_layers - 1
+    assert len(calls) == 3 * LATENTS.num_layers - 1
     pool = rf"bf16\[{SLOTS * MAX_TOKENS // 128 // 2},1,576,64\]"
     assert re.search(pool, text) and not re.search(pool + r"\S* (copy|transpose)\(", text)
 
