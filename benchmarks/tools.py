@@ -149,7 +149,7 @@ def measure(seed: int) -> list[Evaluation]:
         for row in read_metrics(Path(name) / "run" / "metrics.jsonl"):
             if found := row.get("eval"):
                 numbers = (found[name] for name in ("tool_calls", "failed_tool_calls"))
-                times = row["step"], row["time_s"]
+                times = row["step"], row.get("time_s", 0.0)
                 evaluations.append(Evaluation(*times, found["reward_mean"], *numbers))
     return evaluations
 
