@@ -146,10 +146,12 @@ def measure(seed: int) -> list[Evaluation]:
     with tempfile.TemporaryDirectory() as name:
         write_files(Path(name), seed)
         play(settings_of(Path(name), seed), Path(name) / "run")
+        seconds = 0.0
         for row in read_metrics(Path(name) / "run" / "metrics.jsonl"):
+            seconds = row.get("time_s", seconds)
             if found := row.get("eval"):
                 numbers = (found[name] for name in ("tool_calls", "failed_tool_calls"))
-                times = row["step"], row.get("time_s", 0.0)
+                times = row["step"], seconds
                 evaluations.append(Evaluation(*times, found["reward_mean"], *numbers))
     return evaluations
 
