@@ -121,7 +121,8 @@ def _but_run(row: dict) -> dict:
 def _table(runs: Runs) -> list[str]:
     """Returns the last evaluation of each seed and the seconds of its run, and their spread."""
     lasts = {seed: _percents(_evaluations(rows)[-1]) for seed, rows in runs.items()}
-    found = [{"seed": seed, **last, "s": runs[seed][-1]["time_s"]} for seed, last in lasts.items()]
+    seconds = {seed: max(row.get("time_s", 0.0) for row in rows) for seed, rows in runs.items()}
+    found = [{"seed": seed, **last, "s": seconds[seed]} for seed, last in lasts.items()]
     worst = max(
         row["logprob_mismatch_max"] for rows in runs.values() for row in rows if "loss" in row
     )
