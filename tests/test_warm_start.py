@@ -20,6 +20,7 @@ from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.table import ThroughputTable, key_of
 from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.train.learner import Learner
 from earl_jax.training import train
 from tests.support.allocator import live_bytes
 from tests.support.commands import APART, Command
@@ -82,12 +83,19 @@ def test_moments_go_and_a_run_goes_on_from_each_step_as_if_it_had_not_stopped(wo
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_policy_behind_the_supervised_steps(tmp_path):
+def test_the_reference_is_the_policy_behind_the_supervised_steps(tmp_path, monkeypatch):
     """In the compute type, bit for bit, and what a resumed run goes on with; a teacher stays."""
     given = SETTINGS | {"algorithm_args": {"kl_coefficient": 0.1}}
     given |= {"checkpoint": {"every_steps": 1, "keep": 5}}
     given["model"] = TINY | {"compute_dtype": "bfloat16"}
+    copies = []
+    copy = Learner.reference_copy
+    monkeypatch.setattr(
+        Learner, "reference_copy", lambda *own: copies.append(copy(*own)) or copies[-1]
+    )
     train(make_config(given), tmp_path / "run")
+    # One program for both steps.
+    assert len(copies) == 2 and copies[0] is copies[1] and copies[0]._cache_size() == 1
     states = [final_state(tmp_path / "run", step) for step in (1, 2, 3)]
 
     def rounded(tree):

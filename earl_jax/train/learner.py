@@ -145,7 +145,13 @@ class Learner:
         """
         if state.reference is None or not self.trains:
             return state
-        copy = jax.jit(
+        reference = self.reference_copy(mesh)(state.params, state.reference)
+        return dataclasses.replace(state, reference=reference)
+
+    @functools.cache  # noqa: B019
+    def reference_copy(self, mesh: MeshShape) -> Any:
+        """Returns the jitted copy of a policy in the type of its reference, given both."""
+        return jax.jit(
             lambda params, reference: jax.tree.map(
                 lambda leaf, old: jnp.copy(leaf.astype(old.dtype)), params, reference
             ),
@@ -153,7 +159,6 @@ class Learner:
             donate_argnums=1,
             keep_unused=True,
         )
-        return dataclasses.replace(state, reference=copy(state.params, state.reference))
 
     def frozen_base(self, mesh: MeshShape) -> Params:
         """Returns the base of the adapters as the run began with it; None without adapters."""
