@@ -45,7 +45,9 @@ class Turn:
     (role, text) of the environment's messages where they are not one message of a user. A turn of
     the environment that `forks` begins a new sample: its ids are a prompt with the whole
     conversation rendered again, and later tokens do not attend to anything before it. Of an episode
-    with several conversations, `conversation` is the number of the one that it belongs to.
+    with several conversations, `conversation` is the number of the one that it belongs to. A turn
+    of the policy that was restricted has its `choices`, ids of the replies that it could be, or its
+    only `allowed` ids.
     """
 
     author: Author
@@ -57,6 +59,8 @@ class Turn:
     forks: bool = False
     model_logprobs: tuple[float, ...] = ()
     conversation: int = 0
+    choices: tuple[tuple[int, ...], ...] = ()
+    allowed: tuple[int, ...] = ()
 
 
 class TurnState(NamedTuple):
@@ -209,7 +213,9 @@ class Experience:
     the policy wrote in its t-th turn; `logprobs` f32[N,S] under the distribution that a token was
     drawn from, `versions` i32[N,S] of the policy, and `model_logprobs` f32[N,S] under the model
     itself, untempered and with nothing cut off (None: not written down), mean something only where
-    `turn_ids` > 0.
+    `turn_ids` > 0. `allowed` are A arrays i32[N,S], present where turns may be restricted to some
+    replies: those that are above 0 are 1 + the ids that the token was chosen among, all are 0 where
+    it could be any (`engine.choices`).
     """
 
     tokens: jax.Array
@@ -217,6 +223,7 @@ class Experience:
     logprobs: jax.Array
     versions: jax.Array
     model_logprobs: jax.Array | None = None
+    allowed: tuple[jax.Array, ...] = ()
 
 
 @struct.dataclass(frozen=True, kw_only=True)
@@ -234,7 +241,7 @@ class TrajectoryBatch:
     a critic, `advantages` are the rewards of the tokens' turns until the batch is scored, `values`
     f32[N,T] the critic's of the state before each token, and `returns` what they are to predict.
     `groups` i32[N,T] numbers the groups that share a task from 1, through all rows, until the batch
-    is scored; None unless the algorithm needs it.
+    is scored; None unless the algorithm needs it. `allowed` i32[N,T] are those of `Experience`.
     All but `tokens` and `segment_ids` mean something only where `turn_ids` > 0. An episode that
     does not count (its environment failed, or the algorithm does not keep its group) is no row, or
     one of padding.
@@ -254,16 +261,15 @@ class TrajectoryBatch:
     values: jax.Array | None = None
     returns: jax.Array | None = None
     groups: jax.Array | None = None
+    allowed: tuple[jax.Array, ...] = ()
 
     def validate(self) -> None:
         """Raises ValueError unless every field has the shape of `tokens`."""
-        for field in dataclasses.fields(self):
-            values = getattr(self, field.name)
-            shape = self.tokens.shape if values is None else values.shape
-            if shape != self.tokens.shape or len(shape) != 2:
+        for path, values in jax.tree_util.tree_leaves_with_path(self):
+            if values.shape != self.tokens.shape or len(values.shape) != 2:
                 raise ValueError(
-                    f"TrajectoryBatch.{field.name} has shape {shape}; every field must be "
-                    f"[rows, tokens] like tokens {self.tokens.shape}"
+                    f"TrajectoryBatch{jax.tree_util.keystr(path)} has shape {values.shape}; every "
+                    f"field must be [rows, tokens] like tokens {self.tokens.shape}"
                 )
 
 

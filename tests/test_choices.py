@@ -15,9 +15,12 @@ import pytest
 from earl_jax.engine.choices import (
     ALWAYS,
     FREE,
+    allowed_ids,
+    allowed_table,
     check_allowed,
     check_choices,
     choice_tree,
+    choice_width,
     no_choices,
     set_allowed,
     set_choices,
@@ -46,6 +49,7 @@ from tests.support.forward import row_logits
 from tests.support.placements import one_step
 from tests.support.settings import make_config
 
+SLOW = pytest.mark.slow
 REPLIES = ((5, 0), (5, 7, 0), (6, 0))
 
 
@@ -53,9 +57,31 @@ def test_the_tree_of_three_replies_by_hand():
     parents, tokens = choice_tree(REPLIES)
     assert parents.tolist() == [0, 1, 1, 3, 0, 5]
     assert tokens.tolist() == [5, 0, 7, 0, 6, 0]
+    # 0, 5, 6 and 7.
+    assert choice_width(REPLIES) == 4 and choice_width(()) == 0
     check_choices(REPLIES, 6)
     with pytest.raises(ValueError, match="6 branches; the engine takes 5"):
         check_choices(REPLIES, 5)
+
+
+def test_the_tokens_that_each_one_was_chosen_among_by_hand():
+    """On the devices as the host walks: 5 or 6, behind 5 0 or 7, behind that 0; then anything.
+
+    A slot of certain tokens has these always, and a free one nothing.
+    """
+    rows = no_choices(3, 8)
+    set_choices(rows, 0, REPLIES)
+    set_allowed(rows, 1, (9, 4))
+    choices, found = jax.tree.map(jnp.asarray, rows), []
+    for tokens in ((5, 4, 1), (7, 9, 1), (0, 4, 1), (3, 4, 1)):
+        found.append(np.stack(allowed_ids(choices, 3), axis=1).tolist())
+        choices = walk(choices, jnp.array(tokens), jnp.ones(3, bool))
+    by_hand = [[6, 7, 0], [1, 8, 0], [1, 0, 0], [0, 0, 0]]
+    assert [slots[0] for slots in found] == by_hand
+    assert all(slots[1:] == [[5, 10, 0], [0, 0, 0]] for slots in found)
+    assert allowed_table((5, 7, 0), REPLIES, (), 3).tolist() == by_hand[:3]
+    assert allowed_table((4, 9), (), (9, 4), 3).tolist() == [[5, 10, 0]] * 2
+    assert not allowed_table((1, 2), (), (), 3).any()
 
 
 GRID = (np.arange(400, dtype=np.float32) + 0.5) / 400
@@ -299,6 +325,33 @@ def test_a_reply_is_made_of_the_allowed_tokens_with_log_probs_among_these(pool):
             place += len(ids)
 
 
+@pytest.mark.parametrize("mesh", [None, pytest.param(MeshShape(data=4, tensor=2), marks=SLOW)])
+def test_rows_say_what_each_token_was_chosen_among(pool, mesh):
+    """As the host finds it from a turn's choices (`check_rows`); model log-probs are so, too."""
+    rollout = collect(
+        pool,
+        tasks(16),
+        lambda task: (Words, Digits)[task.episode % 2]([]),
+        player=engine_for(BRANCHES, mesh=mesh, choice_width=6),
+        sampling=Sampling(temperature=HOT),
+    )
+    check_rows(rollout, 16)
+    first, *_, last = (np.asarray(ids) for ids in rollout.experience.allowed)
+    assert (first > 0).sum() > 60 and not last.any()
+    for trajectory in rollout.trajectories[:2]:
+        logits, place = full_logits(trajectory), 0
+        for turn in trajectory.turns:
+            if turn.author == "policy":
+                there = logits[place - 1 : place - 1 + len(turn.token_ids)]
+                among = allowed_table(turn.token_ids, turn.choices, turn.allowed, 6)
+                for logprob, token, row, ids in zip(
+                    turn.model_logprobs, turn.token_ids, there, among, strict=True
+                ):
+                    of = row[ids[ids > 0] - 1] if ids.any() else row
+                    assert logprob == pytest.approx(row[token] - np.logaddexp.reduce(of), abs=1e-4)
+            place += len(turn.token_ids)
+
+
 @pytest.mark.slow
 def test_bursts_and_meshes_change_nothing(pool):
     players = engine_for(BRANCHES), engine_for(BRANCHES, 8, MeshShape(data=4, tensor=2))
@@ -368,14 +421,24 @@ def test_tokens_that_are_none_end_their_own_episode(pool):
     assert "allowed_token_ids hold 320; ids go from 0 to 319" in rollout.trajectories[1].detail
 
 
-@pytest.mark.slow
-def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
-    given = {**RATIO_RUN, "env": {"args": {"mask_illegal": True}}}
+@pytest.mark.parametrize("ratio", ["behaviour", pytest.param("model", marks=SLOW)])
+def test_the_trainer_scores_masked_moves_among_those_that_were_legal(ratio):
+    """Its log-probs are the engine's, at the temperature or without, on packed and cut rows."""
+    cuts = {"temperature": 1.5, "top_k": 3 if ratio == "model" else 0}
+    given = RATIO_RUN | {
+        "env": {"args": {"mask_illegal": True}},
+        "rollout": RATIO_RUN["rollout"] | cuts,
+        "selector": RATIO_RUN["selector"] | {"train_meshes": ("data=2,fsdp=2,tensor=2",)},
+        "train": {"epochs": 2, "ratio": ratio},
+    }
     record = one_step(build_run(make_config(given)))
     assert {t.stop_reason for t in record.trajectories} <= {"win", "draw", "loss"}
-    assert (
-        record.updates[0]["logprob_mismatch_max"] < 1e-4 and record.updates[0]["clip_fraction"] == 0
-    )
+    first = record.updates[0]
+    assert first["logprob_mismatch_max"] < 1e-4 and first["clip_fraction"] == 0
+    # Behind a legal move nothing is left to choose: the end of turn has no entropy.
+    moves = [turn for t in record.trajectories for turn in t.turns if turn.author == "policy"]
+    np.testing.assert_allclose([turn.logprobs[1] for turn in moves], 0, atol=1e-5)
+    assert 0 < first["entropy"] < np.log(9) / 2
 
 
 def test_settings_that_cannot_be_are_refused():
@@ -384,5 +447,6 @@ def test_settings_that_cannot_be_are_refused():
         make_config(masked, ["env.args.illegal_reward=-0.5"])
     with pytest.raises(ValueError, match="takes 2 tokens.*config.rollout.max_turn_tokens is 1"):
         build_run(make_config(masked, ["rollout.max_turn_tokens=1"]))
-    assert build_run(make_config(masked)).stages.engines.choice_branches == 18
-    assert build_run(make_config(RATIO_RUN)).stages.engines.choice_branches == 0
+    for given, sizes in ((masked, (18, 10)), (RATIO_RUN, (0, 0))):
+        engines = build_run(make_config(given)).stages.engines
+        assert (engines.choice_branches, engines.choice_width) == sizes

@@ -107,7 +107,6 @@ LEARNING_REFUSED = [
             {"algorithm": "rloo", "algorithm_args": replace(DEFAULTS["rloo"], **IN_REWARD)},
         )
     ),
-    ({"env.args": {"mask_illegal": True}}, "(mask_illegal) with config.train.ratio 'behaviour'"),
     ({"rollout.top_k": 5}, "config.rollout.top_k is 5 with config.train.ratio 'behaviour'"),
     ({"rollout.top_p": 0.9}, "a change of the policy: set config.train.ratio to 'model'"),
     ({"rollout.min_p": 0.1}, "a change of the policy: set config.train.ratio to 'model'"),

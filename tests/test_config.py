@@ -660,10 +660,10 @@ def test_a_run_reads_the_defaults_of_its_environment_as_they_are(tmp_path):
 def test_rules_of_learning_do_not_hold_for_evaluations(tmp_path):
     config = make_config({"train": {"sft_steps": 3}})
     (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
-    masked = ["env.args.mask_illegal=True", "env.args.illegal_reward=-1.0"]
-    assert read_workdir_config(tmp_path, masked, learns=False).train.sft_steps == 3
+    cut = ["rollout.top_k=5"]
+    assert read_workdir_config(tmp_path, cut, learns=False).train.sft_steps == 3
     with pytest.raises(InputError, match="set config.train.ratio"):
-        read_workdir_config(tmp_path, masked)
+        read_workdir_config(tmp_path, cut)
 
 
 def test_another_environment_has_none_of_the_arguments_of_the_files():

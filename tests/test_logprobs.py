@@ -58,6 +58,65 @@ def test_scores_of_three_logits_by_hand():
     assert scores.logprobs == pytest.approx(math.log(25 / 30), abs=1e-6)
 
 
+def test_scores_among_allowed_tokens_by_hand():
+    """Odds of 1 to 5 for the first and the last, certainty for the last alone; then all three."""
+    logits = jnp.tile(jnp.log(jnp.array([1.0, 2.0, 5.0])), (4, 1))
+    allowed = jnp.array([1, 1, 3, 0]), jnp.array([3, 3, 0, 0])
+    scores = jitted_score(logits, np.array([0, 2, 2, 1]), 1.0, allowed)
+    np.testing.assert_allclose(scores.logprobs, np.log([1 / 6, 5 / 6, 1, 2 / 8]), atol=1e-6)
+    of_two = -(1 / 6 * math.log(1 / 6) + 5 / 6 * math.log(5 / 6))
+    of_all = -(1 / 8 * math.log(1 / 8) + 2 / 8 * math.log(2 / 8) + 5 / 8 * math.log(5 / 8))
+    np.testing.assert_allclose(scores.entropy, [of_two, of_two, 0, of_all], atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [ONE_DEVICE, MeshShape(data=2, tensor=2, context=2)])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_scores_among_allowed_tokens_have_the_gradient_of_a_masked_softmax(shape, softcap):
+    """As JAX derives it from the definition; chunks, and rows without a restriction, beside."""
+    hidden, head, _ = make_inputs()
+    hidden = hidden[:, :22]
+    rng = np.random.default_rng(2)
+    # Four different tokens, of which two, three or four count, or any token.
+    ids = np.argsort(rng.random((ROWS, 22, VOCAB)), axis=-1)[..., :4]
+    number = rng.choice([0, 2, 3, 4], (ROWS, 22))
+    allowed = jnp.asarray(np.where(np.arange(4) < number[..., None], 1 + ids, 0), jnp.int32)
+    targets = jnp.asarray(ids[..., 0], jnp.int32)
+    weights = jnp.asarray(rng.normal(size=(2, ROWS, 22)), jnp.float32)
+    mask = (number == 0)[..., None] | np.any(np.eye(VOCAB + 1, dtype=bool)[allowed], -2)[..., 1:]
+
+    def loss(scores):
+        return jnp.sum(weights[0] * scores[0] + weights[1] * scores[1])
+
+    def ours(hidden, head):
+        layout, split = make_layout(shape), tuple(jnp.moveaxis(allowed, -1, 0))
+        return loss(
+            score_tokens(
+                layout,
+                hidden,
+                head,
+                targets,
+                temperature=0.7,
+                chunk_size=4,
+                softcap=softcap,
+                allowed_BT=split,
+            )
+        )
+
+    def masked(hidden, head):
+        logits = hidden @ head
+        logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
+        logprobs = jax.nn.log_softmax(logits / 0.7, where=mask)
+        known = jnp.where(mask, logprobs, 0.0)
+        picked = jnp.take_along_axis(known, targets[..., None], axis=-1)[..., 0]
+        return loss((picked, -jnp.sum(jnp.where(mask, jnp.exp(known), 0.0) * known, axis=-1)))
+
+    value, grads = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(hidden, head)
+    expected, by_jax = jax.jit(jax.value_and_grad(masked, argnums=(0, 1)))(hidden, head)
+    assert value == pytest.approx(float(expected), rel=1e-5)
+    for one, other in zip(grads, by_jax, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4, rtol=2e-5)
+
+
 def test_a_certain_distribution_has_no_entropy_and_stays_finite():
     logits = jnp.array([1e4, 0.0, -1e4])
     scores = jitted_score(jnp.tile(logits, (2, 1)), np.array([0, 1]), 1.0)

@@ -39,8 +39,6 @@ from earl_jax.trajectory import TrajectoryBatch, TurnState
 from tests.support import experts
 from tests.support.trajectories import make_outcome
 
-FIELDS = tuple(field.name for field in dataclasses.fields(TrajectoryBatch))
-
 
 def training_layout(mesh: str) -> Layout:
     return make_layout(MeshShape.parse(mesh), row_axes=TRAINING_ROWS)
@@ -251,12 +249,18 @@ def random_batch(lengths, length: int, *, samples=None, scored=()) -> Trajectory
     for row, size in enumerate(lengths):
         number = samples[row] if samples else 1
         segments[row, :size] = 1 + np.arange(size) * number // max(1, size)
-    return TrajectoryBatch(**fields, segment_ids=segments)
+    allowed = tuple(rng.integers(0, 9, (2, *shape)).astype(np.int32))
+    return TrajectoryBatch(**fields, segment_ids=segments, allowed=allowed)
+
+
+def fields_of(batch) -> dict[str, np.ndarray]:
+    paths = jax.tree_util.tree_leaves_with_path(batch)
+    return {jax.tree_util.keystr(path): np.asarray(values) for path, values in paths}
 
 
 def assert_every_token_once(batch, packed, packing) -> None:
     """Episode by episode: the same tokens beside each other, and zeros everywhere else."""
-    seen = np.zeros(packing.shape, bool)
+    seen, got = np.zeros(packing.shape, bool), fields_of(packed)
     for episode, start, size, offset in zip(
         packing.order, packing.starts, packing.lengths, packing.offsets, strict=True
     ):
@@ -266,15 +270,13 @@ def assert_every_token_once(batch, packed, packing) -> None:
         place = row, slice(at, at + int(size))
         assert not seen[place].any()
         seen[place] = True
-        for name in FIELDS:
-            if (values := getattr(batch, name)) is not None:
-                more = offset if name == "segment_ids" else 0
-                got = np.asarray(getattr(packed, name))[place]
-                np.testing.assert_array_equal(got, values[episode, :size] + more, err_msg=name)
+        for name, values in fields_of(batch).items():
+            more = offset if name == ".segment_ids" else 0
+            expected = values[episode, :size] + more
+            np.testing.assert_array_equal(got[name][place], expected, err_msg=name)
     assert seen.sum() == packing.lengths.sum()
-    for name in FIELDS:
-        if getattr(packed, name) is not None:
-            assert not np.asarray(getattr(packed, name))[~seen].any(), name
+    for name, values in got.items():
+        assert not values[~seen].any(), name
 
 
 @pytest.mark.parametrize(
@@ -319,11 +321,10 @@ def test_rows_of_padding_come_behind():
     layout = training_layout("data=4,tensor=2")
     batch = random_batch([3, 4, 5, 6], 8)
     longer = add_rows(jax.device_put(batch, layout.activations("NS")), 8)
-    for name in FIELDS:
-        if (values := getattr(batch, name)) is not None:
-            got = np.asarray(getattr(longer, name))
-            np.testing.assert_array_equal(got[:4], values)
-            assert not got[4:].any()
+    for name, values in fields_of(batch).items():
+        got = fields_of(longer)[name]
+        np.testing.assert_array_equal(got[:4], values)
+        assert not got[4:].any()
 
 
 # The update.
@@ -336,7 +337,10 @@ CONTROLS = np.array([1e-3, 0.05], np.float32)
 
 
 def episodes() -> tuple[TrajectoryBatch, list[int], list[int]]:
-    """On the host: 16 episodes of 0 to 24 tokens, their lengths and samples; some have two."""
+    """On the host: 16 episodes of 0 to 24 tokens, their lengths and samples; some have two.
+
+    Some of the policy's tokens were chosen among two.
+    """
     rng = np.random.default_rng(3)
     lengths = [24, 0, *rng.integers(4, 15, EPISODES - 2).tolist()]
     samples = [1 + (row % 3 == 0) for row in range(EPISODES)]
@@ -345,10 +349,13 @@ def episodes() -> tuple[TrajectoryBatch, list[int], list[int]]:
     # A sample begins with a prompt.
     begins = np.diff(batch.segment_ids, axis=1, prepend=0) != 0
     policy = (batch.segment_ids > 0) & ~begins & (positions % 4 > 0)
+    tokens, is_restricted = batch.tokens % VOCAB, policy & (rng.random(policy.shape) < 0.4)
+    pair = tokens, (tokens + rng.integers(1, VOCAB, tokens.shape)) % VOCAB
     return (
         dataclasses.replace(
             batch,
-            tokens=batch.tokens % VOCAB,
+            tokens=tokens,
+            allowed=tuple(np.where(is_restricted, 1 + ids, 0).astype(np.int32) for ids in pair),
             turn_ids=np.where(policy, 1 + positions // 4, 0).astype(np.int32),
             logprobs=(batch.logprobs - 3).astype(np.float32),
         ),

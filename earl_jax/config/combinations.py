@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from earl_jax.algorithms.settings import PolicySettings
 from earl_jax.engine.config import Sampling
-from earl_jax.envs.environment import Chooses, OffersExamples
+from earl_jax.envs.environment import OffersExamples
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.settings.errors import InputError
@@ -304,18 +304,6 @@ OF_LEARNING = (
         "config.env.args.opponent is 'self' with config.algorithm {c.algorithm!r}",
         "the policy plays several sides, and the algorithm, with its settings, takes all turns of "
         "an episode for those of one side: set config.algorithm to another one, such as 'spiral'",
-    ),
-    Rule(
-        lambda c, environment: (
-            c.plays
-            and c.train.ratio == "behaviour"
-            and isinstance(environment, Chooses)
-            and len(environment.all_choices())
-        ),
-        "config.env.name {c.env.name!r} limits replies to choices (mask_illegal) with "
-        "config.train.ratio 'behaviour'",
-        "the trainer scores under all tokens, so what is not allowed would look like a change of "
-        "the policy: set config.train.ratio to 'model'",
     ),
     *map(_cuts, ("top_k", "top_p", "min_p")),
     Rule(

@@ -116,6 +116,7 @@ def _absent_batch(rows: Experience, layout: Layout, has_groups: bool) -> Traject
         versions=number,
         advantages=real,
         groups=number if has_groups else None,
+        allowed=(number,) * len(rows.allowed),
     )
 
 
@@ -145,7 +146,12 @@ def _fitter(length: int, tree: Any, shardings: tuple[Any, ...]) -> Any:
 
 
 def join_rows(
-    rows: Experience | None, own: Layout, global_layout: Layout, num_rows: int, length: int
+    rows: Experience | None,
+    own: Layout,
+    global_layout: Layout,
+    num_rows: int,
+    length: int,
+    choice_width: int = 0,
 ) -> Experience:
     """Returns the rows of all processes as one array each, cut or padded to `length` tokens.
 
@@ -158,10 +164,17 @@ def join_rows(
         global_layout: the rollout's layout over the devices of all processes.
         num_rows: rows of all processes.
         length: tokens of a row.
+        choice_width: arrays of `Experience.allowed`.
     """
     number: Any = jax.ShapeDtypeStruct((num_rows, length), np.int32)
     real: Any = jax.ShapeDtypeStruct((num_rows, length), np.float32)
-    shapes = Experience(tokens=number, turn_ids=number, logprobs=real, versions=number)
+    shapes = Experience(
+        tokens=number,
+        turn_ids=number,
+        logprobs=real,
+        versions=number,
+        allowed=(number,) * choice_width,
+    )
     shardings = jax.tree.map(lambda _: global_layout.activations("NS"), shapes)
     if rows is None:
         return absent_tree(shapes, shardings)
@@ -254,6 +267,7 @@ def _pack(layout: Layout):
             versions=rows.versions,
             advantages=jnp.where(turn_ids_NT > 0, advantages_NT, 0.0),
             groups=None if groups_N is None else jnp.where(inside_NT, groups_N[:, None], 0),
+            allowed=tuple(jnp.where(inside_NT, ids_NT, 0) for ids_NT in rows.allowed),
         )
 
     return jax.jit(pack, out_shardings=layout.activations("NS"))

@@ -285,17 +285,14 @@ def pack_rows(batch: TrajectoryBatch, packing: Packing, layout: Layout) -> Traje
     """
     tables = (packing.order, packing.starts, packing.lengths)
     zeros = np.zeros_like(packing.offsets)
-    packed = {}
-    for field in dataclasses.fields(batch):
-        rows = getattr(batch, field.name)
-        if rows is None:
-            continue
+
+    def pack(rows: jax.Array, added: np.ndarray) -> jax.Array:
         if not rows.sharding.addressable_devices:
-            packed[field.name] = absent_array(packing.shape, rows.dtype, layout.activations("NS"))
-            continue
-        added = packing.offsets if field.name == "segment_ids" else zeros
-        packed[field.name] = _gather(layout, packing.shape)(rows, *tables, added)
-    return TrajectoryBatch(**packed)
+            return absent_array(packing.shape, rows.dtype, layout.activations("NS"))
+        return _gather(layout, packing.shape)(rows, *tables, added)
+
+    added: Any = jax.tree.map(lambda _: zeros, batch)
+    return jax.tree.map(pack, batch, dataclasses.replace(added, segment_ids=packing.offsets))
 
 
 @functools.lru_cache(maxsize=64)

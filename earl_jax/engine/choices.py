@@ -11,10 +11,13 @@ Example: the replies (5, 0), (5, 7, 0) and (6, 0), of which 0 ends a turn, are t
     4: from 0 by 6 to 5    5: from 5 by 0 to 6
 
 A turn of certain tokens only has branches that lead from the node ALWAYS to itself.
+
+What is learnt from says for each token which ones it was chosen among (`Experience.allowed`), so
+that the trainer scores it under the same distribution.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +67,11 @@ def choice_tree(replies: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.nd
     return branches[:, 0], branches[:, 1]
 
 
+def choice_width(replies: tuple[tuple[int, ...], ...]) -> int:
+    """Returns how many tokens these replies have: a token of any turn of some is one of so many."""
+    return len({token for reply in replies for token in reply})
+
+
 def check_choices(replies: tuple[tuple[int, ...], ...], most: int) -> None:
     """Raises ValueError unless the tree of these replies has at most so many branches."""
     branches = len(choice_tree(replies)[0])
@@ -85,7 +93,7 @@ def check_allowed(token_ids: tuple[int, ...], most: int, vocab_size: int) -> Non
     if len(token_ids) > most:
         raise InputError(
             f"the environment's allowed_token_ids are {len(token_ids)} with the end of turn; the "
-            f"engine takes {most} (SlotRules.choice_branches)"
+            f"engine takes {most} (SlotRules.choice_branches, choice_width)"
         )
 
 
@@ -114,6 +122,39 @@ def set_turn(
         set_choices(choices, slot, replies)
     elif choices is not None and token_ids:
         set_allowed(choices, slot, token_ids)
+
+
+def allowed_ids(choices: Choices, width: int) -> tuple[jax.Array, ...]:
+    """Returns the tokens that each slot chooses among: 1 + id, `width` arrays i32[B].
+
+    They are 0 behind the last one, and all 0 in unrestricted slots. There are at most `width`.
+    """
+    next_BJ = choices.parents == choices.node[:, None]
+    rank_BJ = jnp.cumsum(next_BJ, axis=1) - 1
+
+    def at(rank: int) -> jax.Array:
+        return jnp.sum(jnp.where(next_BJ & (rank_BJ == rank), choices.tokens + 1, 0), axis=1)
+
+    return tuple(at(rank) for rank in range(width))
+
+
+def allowed_table(
+    reply: Sequence[int],
+    replies: tuple[tuple[int, ...], ...],
+    token_ids: tuple[int, ...],
+    width: int,
+) -> np.ndarray:
+    """Returns what `allowed_ids` are for each token of a reply, i32[tokens, width], on the host.
+
+    The turn was restricted to `replies`, or to `token_ids`, or not at all.
+    """
+    table = np.zeros((len(reply), width), np.int32)
+    for place, row in enumerate(table):
+        before = tuple(reply[:place])
+        longer = (each for each in replies if len(each) > place and each[:place] == before)
+        ids = sorted({each[place] for each in longer} | {*token_ids})
+        row[: len(ids)] = [1 + token for token in ids]
+    return table
 
 
 def walk(choices: Choices, tokens_B: jax.Array, moving_B: jax.Array) -> Choices:

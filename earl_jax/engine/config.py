@@ -73,7 +73,9 @@ class SlotRules(NamedTuple):
     `model_logprobs` each token's log-prob under the model itself is recorded too, which takes one
     more pass over the logits. Without `truncates` no slot's sampling may truncate, and a decode
     step has no branches for that. With `choice_branches` a turn can be restricted to replies whose
-    tree has at most so many branches, or to so many tokens. With `draft` above 0 each forward pass
+    tree has at most so many branches, or to so many tokens. With `choice_width` the rows of
+    experience say which tokens, at most so many, each one was chosen among, and log-probs under the
+    model itself are among these too. With `draft` above 0 each forward pass
     also scores up to so many drafted tokens: those that followed the slot's last `ngram` ids before
     (`drafts.look_up`). `attention` over pages: see `kernels.choose_pages_kernel`.
     """
@@ -85,6 +87,7 @@ class SlotRules(NamedTuple):
     model_logprobs: bool = False
     truncates: bool = True
     choice_branches: int = 0
+    choice_width: int = 0
     ngram: int = 3
     draft: int = 0
     attention: Literal["auto", "blockwise", "triton", "pallas_tpu"] = "auto"

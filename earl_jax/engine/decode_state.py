@@ -57,6 +57,7 @@ def empty_state(
     kv_dtype: str = "compute",
     model_logprobs: bool = False,
     choice_branches: int = 0,
+    choice_width: int = 0,
 ) -> DecodeState:
     """Returns empty slots and rows, of `max_tokens` tokens an episode.
 
@@ -81,6 +82,7 @@ def empty_state(
             logprobs=jnp.zeros((rows, max_tokens), jnp.float32),
             versions=numbers(rows, max_tokens),
             model_logprobs=jnp.zeros((rows, max_tokens), jnp.float32) if model_logprobs else None,
+            allowed=tuple(numbers(rows, max_tokens) for _ in range(choice_width)),
         ),
         origin=numbers(slots),
         cached=numbers(slots),

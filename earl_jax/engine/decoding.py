@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.engine.choices import walk
+from earl_jax.engine.choices import allowed_ids, walk
 from earl_jax.engine.config import SlotRules
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.drafts import look_up
@@ -125,7 +125,8 @@ def sample_next(
     token, logprob = draw(
         uniform, logits_BV, state.choices, state.sampling, truncates=rules.truncates
     )
-    model_logprob = model_logprobs(logits_BV, token) if rules.model_logprobs else None
+    among = state.choices if rules.choice_width else None
+    model_logprob = model_logprobs(logits_BV, token, among) if rules.model_logprobs else None
     rows = rows_or_drop(state, decoding)
     written = state.experience
     experience = Experience(
@@ -136,6 +137,14 @@ def sample_next(
         model_logprobs=written.model_logprobs.at[rows, position].set(model_logprob, mode="drop")
         if model_logprob is not None and written.model_logprobs is not None
         else None,
+        allowed=written.allowed
+        if among is None
+        else tuple(
+            field.at[rows, position].set(ids, mode="drop")
+            for field, ids in zip(
+                written.allowed, allowed_ids(among, rules.choice_width), strict=True
+            )
+        ),
     )
     turn_tokens = state.turn_tokens + decoding
     goes_on = turn_tokens < state.turn_limit

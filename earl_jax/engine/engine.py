@@ -205,6 +205,7 @@ class Engine:
             kv_dtype=config.kv_dtype,
             model_logprobs=config.rules.model_logprobs,
             choice_branches=config.rules.choice_branches,
+            choice_width=config.rules.choice_width,
         )
 
     def empty_state(self, max_tokens: int, pool: Pool | None = None) -> DecodeState:

@@ -119,10 +119,21 @@ def draw(
     return jax.lax.cond(jnp.any(held_B), among, lambda: anything)
 
 
-def model_logprobs(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
-    """Returns log-probs of tokens under the model itself: untempered, nothing cut off. f32[B]."""
+def model_logprobs(
+    logits_BV: jax.Array, tokens_B: jax.Array, choices: Choices | None = None
+) -> jax.Array:
+    """Returns log-probs of tokens under the model itself: untempered, nothing cut off. f32[B].
+
+    With `choices` those of a slot that is at a node are among its allowed tokens.
+    """
     chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
-    return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+    logprobs_B = chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+    if choices is None:
+        return logprobs_B
+    next_BJ = choices.parents == choices.node[:, None]
+    logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
+    total_B = jax.nn.logsumexp(jnp.where(next_BJ, logits_BJ, -jnp.inf), axis=-1)
+    return jnp.where(choices.node != FREE, chosen_B - total_B, logprobs_B)
 
 
 def _cut(mass_BV: jax.Array, settings: SamplingRows) -> jax.Array:

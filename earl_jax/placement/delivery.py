@@ -59,7 +59,9 @@ def send_parts(
     own = rows_to_learn_from(experience, learner.config.ratio) if experience else None
     source = layouts.rollout(mesh)
     num_rows = order.of_each * len(stages.cluster.players) if order else len(outcomes)
-    rows, ordered_bytes = join_rows(own, layouts.engine(mesh), source, num_rows, length), 0
+    width = learner.choice_width
+    rows = join_rows(own, layouts.engine(mesh), source, num_rows, length, width)
+    ordered_bytes = 0
     if order is not None:
         # The batch, and so every bit that is learnt from it, is that of processes with fixed parts.
         ordered_bytes = order_bytes(rows, order.rows, source)

@@ -64,6 +64,7 @@ def make_learner(
     checkpoint: Checkpoint | None = None,
     *,
     trains: bool = True,
+    choice_width: int = 0,
 ) -> Learner:
     """Returns the trainer of a run of this config, or of a plan for one; arguments as `Learner`'s.
 
@@ -82,6 +83,7 @@ def make_learner(
         seed=config.seed,
         checkpoint=checkpoint,
         trains=trains,
+        choice_width=choice_width,
     )
 
 

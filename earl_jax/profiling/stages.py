@@ -33,7 +33,6 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
-from earl_jax.train.step import batch_shapes
 from earl_jax.trajectory import Experience
 
 
@@ -163,8 +162,7 @@ def placement_on(run: Run, rollout: MeshShape | None, train: MeshShape | None) -
 
 def update_of(run: Run, plan: TrainPlan, length: int) -> Callable[[], Any]:
     """Returns a function that trains once on full rows of `length` tokens."""
-    rows, layout = run.config.rollout.episodes_per_step, run.stages.layouts.train(plan.mesh)
-    shapes = batch_shapes(rows, length, layout, scored=run.learner.scored)
+    shapes = run.learner.batch_shapes(plan, run.config.rollout.episodes_per_step, length)
     batch = jax.tree.map(
         lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
     )

@@ -234,7 +234,8 @@ def _rendered(
         choices = conversation.choices(result.choices)
         check_choices(choices, config.rules.choice_branches)
         allowed = conversation.allowed(result.allowed_token_ids)
-        check_allowed(allowed, config.rules.choice_branches, config.vocab_size)
+        most = config.rules.choice_width or config.rules.choice_branches
+        check_allowed(allowed, most, config.vocab_size)
         observation = render(answer.content)
         if result.call is not None:
             conversation = answer.conversation or conversation

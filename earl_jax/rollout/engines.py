@@ -19,8 +19,8 @@ class Engines:
     """Makes this process's engines, and the page pools of their rollouts.
 
     `rollout` are the settings of all processes' rollout; `end_of_turn_ids` end a turn, and
-    `choice_branches` bounds the tree of choices of a turn (0: none). `batches` steps' episodes have
-    rows at once.
+    `choice_branches` bounds the tree of choices of a turn (0: none), and `choice_width` the tokens
+    that one of it is chosen among. `batches` steps' episodes have rows at once.
     """
 
     rollout: RolloutConfig
@@ -32,6 +32,7 @@ class Engines:
     model_logprobs: bool
     end_of_turn_ids: tuple[int, ...]
     choice_branches: int = 0
+    choice_width: int = 0
     batches: int = 1
 
     def engine(self, shape: MeshShape, num_slots: int | None = None) -> Engine:
@@ -52,7 +53,9 @@ class Engines:
             batches=self.batches,
         )
         rules = config.rules._replace(
-            end_of_turn_ids=self.end_of_turn_ids, choice_branches=self.choice_branches
+            end_of_turn_ids=self.end_of_turn_ids,
+            choice_branches=self.choice_branches,
+            choice_width=self.choice_width,
         )
         return Engine(dataclasses.replace(config, rules=rules), self.layouts.engine(shape))
 

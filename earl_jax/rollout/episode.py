@@ -359,7 +359,9 @@ class LiveEpisode:
         self.counts = (self.length - self.origin - len(turn.token_ids), len(turn.token_ids))
         self.in_turn, self.stop_watch, self.reply = False, None, Reply(scored=self.scored)
         self.turn_roles.append(self.side)
-        self.turns.append(dataclasses.replace(turn, text=text, conversation=self.number))
+        restricted = {"choices": self.choices, "allowed": self.allowed}
+        turn = dataclasses.replace(turn, text=text, conversation=self.number, **restricted)
+        self.turns.append(turn)
         self.sample += turn.token_ids
         return text, whole
 

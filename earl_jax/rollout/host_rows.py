@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from earl_jax.engine.choices import allowed_table
 from earl_jax.engine.engine import Session
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.row_pool import RowPool
@@ -37,20 +38,25 @@ class HostRows:
             session = self._rows.settle(session)
         for row, turns in unwritten:
             session = self._blocks.widen(session, sum(len(turn.token_ids) for turn in turns))
-            scored = session.state.experience.model_logprobs is not None
-            fields = as_row(turns, session.max_tokens, scored=scored)
+            experience = session.state.experience
+            scored, width = experience.model_logprobs is not None, len(experience.allowed)
+            fields = as_row(turns, session.max_tokens, scored=scored, choice_width=width)
             state = session.engine.row_copies.write_row(session.state, row, fields)
             session = dataclasses.replace(session, state=state)
         return session
 
 
-def as_row(turns: Sequence[Turn], max_tokens: int, *, scored: bool) -> Experience:
+def as_row(
+    turns: Sequence[Turn], max_tokens: int, *, scored: bool, choice_width: int = 0
+) -> Experience:
     """Returns a row of experience of these turns, numpy arrays [max_tokens], as an engine has it.
 
-    With `scored` it has `model_logprobs`, which are 0 in turns without.
+    With `scored` it has `model_logprobs`, which are 0 in turns without, and with `choice_width` as
+    many arrays of `allowed` ids.
     """
     tokens, turn_ids, versions = np.zeros((3, max_tokens), np.int32)
     logprobs, model_logprobs = np.zeros((2, max_tokens), np.float32)
+    allowed = np.zeros((choice_width, max_tokens), np.int32)
     first, number = 0, 0
     for turn in turns:
         place = slice(first, first := first + len(turn.token_ids))
@@ -60,6 +66,10 @@ def as_row(turns: Sequence[Turn], max_tokens: int, *, scored: bool) -> Experienc
             logprobs[place], versions[place] = turn.logprobs, turn.versions
             if turn.model_logprobs:
                 model_logprobs[place] = turn.model_logprobs
+            if choice_width:
+                given = turn.token_ids, turn.choices, turn.allowed
+                allowed[:, place] = allowed_table(*given, choice_width).T
     fields: dict[str, Any] = {"tokens": tokens, "turn_ids": turn_ids, "versions": versions}
     fields |= {"logprobs": logprobs, "model_logprobs": model_logprobs if scored else None}
+    fields |= {"allowed": tuple(allowed)}
     return Experience(**fields)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_jax.config.config import Config
-from earl_jax.engine.choices import choice_tree
+from earl_jax.engine.choices import choice_tree, choice_width
 from earl_jax.engine.config import NO_LIMIT
 from earl_jax.envs.environment import Chooses, Environment
 from earl_jax.envs.pool import EnvironmentPool
@@ -135,6 +135,7 @@ def build_run(
     cluster = cluster.split_by(problem.splits) if problem.splits else cluster
     layouts, played = Layouts(cluster), config.open_environment()
     renderer = ChatRenderer(origin.tokenizer, origin.end_ids, config.chat.template_arguments)
+    choices = _all_choices(config, played, renderer)
     engines = Engines(
         rollout=config.rollout,
         model=origin.model,
@@ -144,7 +145,8 @@ def build_run(
         seed=config.seed,
         model_logprobs=config.train.ratio == "model",
         end_of_turn_ids=renderer.end_of_turn_ids,
-        choice_branches=_choice_branches(config, played, renderer),
+        choice_branches=len(choice_tree(choices)[0]),
+        choice_width=choice_width(choices),
         batches=config.row_batches(len(cluster.players)),
     )
     stages = Stages(
@@ -159,6 +161,7 @@ def build_run(
             layouts.train,
             origin.checkpoint,
             trains=cluster.trains,
+            choice_width=choice_width(choices),
         ),
         rollout=config.rollout.with_limit(
             origin.max_context, forks=config.chat.history != "append"
@@ -391,15 +394,17 @@ def _kernel_notes(
     return notes
 
 
-def _choice_branches(config: Config, played: Played, renderer: ChatRenderer) -> int:
-    """Returns the size of the tree of all choices of a turn; 0 where a reply may be anything.
+def _all_choices(
+    config: Config, played: Played, renderer: ChatRenderer
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the ids of all choices of a turn; none where a reply may be anything.
 
     Raises ValueError where one is longer than a turn.
     """
     environment, most = played.make(**played.first_args), config.rollout.max_turn_tokens
     choices = environment.all_choices() if isinstance(environment, Chooses) else ()
     if not choices:
-        return 0
+        return ()
     replies = Conversation(renderer).choices(choices)
     longest = max(map(len, replies))
     if longest > most:
@@ -407,7 +412,7 @@ def _choice_branches(config: Config, played: Played, renderer: ChatRenderer) -> 
             f"a choice of config.env.name {config.env.name!r} takes {longest} tokens with its end "
             f"of turn; config.rollout.max_turn_tokens is {most}: raise it"
         )
-    return len(choice_tree(replies)[0])
+    return replies
 
 
 def _precision(config: Config) -> str:

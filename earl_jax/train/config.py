@@ -96,11 +96,12 @@ class TrainConfig:
     last of these that runs, but "blockwise" for rows of at most 128 tokens.
 
     `ratio` is the reference of the policy's probability of a token. "behaviour": the distribution
-    that the token was drawn from, both at the sampling temperature; correct if sampling excludes no
-    token. "model": the untempered model at the time of sampling, recorded by the engine, whatever
-    was cut off or not allowed. The ratio is then 1 before the first update and measures the change
-    of the policy alone; the difference from the sampling distribution is not corrected: excluded
-    tokens are never tried, and the untempered policy is trained.
+    that the token was drawn from, both at the sampling temperature; correct if sampling cuts no
+    token off. "model": the untempered model at the time of sampling, recorded by the engine,
+    whatever was cut off. The ratio is then 1 before the first update and measures the change of the
+    policy alone; the difference from the sampling distribution is not corrected: tokens that are
+    cut off are never tried, and the untempered policy is trained. With both a token of a reply that
+    was restricted to some choices has its probability among the tokens that it was chosen from.
 
     `correction` applies where the policy that sampled differs from the one that an update begins
     with. "none": the ratio is relative to the policy that sampled. "truncated": it is

@@ -68,13 +68,15 @@ class Learner:
         trains: bool = True,
         has_versions: bool = False,
         networks: Networks | None = None,
+        choice_width: int = 0,
     ) -> None:
         """`layout` returns the trainer's layout of a mesh; see `make_train_step` for the others.
 
         Training begins with the weights of `checkpoint`, or without one with those of `seed`. A
         process that never `trains` has no part of any state. Updates that have versions
         (`has_versions`) are given that of the weights that the step begins with. `networks` None
-        are those that the algorithm needs; a teacher among them begins with zeros.
+        are those that the algorithm needs; a teacher among them begins with zeros. Batches have
+        `choice_width` arrays of `TrajectoryBatch.allowed`.
 
         Raises:
             ValueError: adapters that this model cannot have.
@@ -87,7 +89,7 @@ class Learner:
         trained_specs(model, config, vocab_size)
         needed = networks_of(algorithm, has_base=config.lora.rank > 0)
         self.networks = needed if networks is None else networks
-        self.has_versions = has_versions
+        self.has_versions, self.choice_width = has_versions, choice_width
         assert has_versions or config.proximal == "recompute", "the config was not validated"
         self.scored = scored_passes(
             algorithm,
@@ -241,6 +243,11 @@ class Learner:
         """Returns the jitted estimates of advantages of a step's parts on this mesh."""
         return make_estimator(self.algorithm, self.layout(mesh))
 
+    def batch_shapes(self, plan: TrainPlan, rows: int, length: int) -> TrajectoryBatch:
+        """Returns an update's batch of `rows` rows of `length` tokens as placed shapes."""
+        layout, width = self.layout(plan.mesh), self.choice_width
+        return batch_shapes(rows, length, layout, scored=self.scored, choice_width=width)
+
     def lower(self, plan: TrainPlan, rows: int, length: int) -> Any:
         """Lowers the update of `rows` rows of `length` tokens, from shapes alone.
 
@@ -252,7 +259,7 @@ class Learner:
             self.state_shapes().without_sft(),
             self.state_shardings(plan.mesh).without_sft(),
         )
-        batch = batch_shapes(rows, length, self.layout(plan.mesh), scored=self.scored)
+        batch = self.batch_shapes(plan, rows, length)
         # Nothing is computed here: the default device may be of a chip that is only compiled for.
         controls = jax.ShapeDtypeStruct((self.num_controls,), np.float32)
         if self.config.sft_weight:

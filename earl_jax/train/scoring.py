@@ -56,12 +56,16 @@ def score_routed(
     """Returns `score_batch`, and the routers' statistics; None for a dense model."""
     hidden_BTD, routing = _hidden_states(model, config, layout, params, batch)
     length = batch.tokens.shape[1]
-    next_BT = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))
+    next_BT, allowed_BT = jax.tree.map(
+        lambda ids_BT: fold(layout, jnp.pad(ids_BT[:, 1:], ((0, 0), (0, 1)))),
+        (batch.tokens, batch.allowed),
+    )
     scores = score_tokens(
         layout,
         hidden_BTD,
         head_weights(params).astype(hidden_BTD.dtype),
-        fold(layout, next_BT),
+        next_BT,
+        allowed_BT=allowed_BT,
         temperature=temperature,
         chunk_size=config.logprob_chunk,
         softcap=model.final_softcap,

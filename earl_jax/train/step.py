@@ -117,7 +117,12 @@ def read_metrics(metrics: dict[str, jax.Array]) -> dict[str, float]:
 
 
 def batch_shapes(
-    rows: int, length: int, layout: Layout, *, scored: Collection[str] = ()
+    rows: int,
+    length: int,
+    layout: Layout,
+    *,
+    scored: Collection[str] = (),
+    choice_width: int = 0,
 ) -> TrajectoryBatch:
     """Returns a TrajectoryBatch as placed shapes, with the fields that `scored` names."""
 
@@ -130,5 +135,6 @@ def batch_shapes(
         turn_ids=shape(jnp.int32),
         logprobs=shape(jnp.float32),
         versions=shape(jnp.int32),
+        allowed=tuple(shape(jnp.int32) for _ in range(choice_width)),
         **{name: shape(jnp.float32) for name in {"advantages", *scored}},
     )

@@ -15,12 +15,15 @@ BRANCHES = 18
 
 
 @functools.cache
-def engine_for(branches: int, burst: int = CONFIG.burst, mesh: MeshShape | None = None):
+def engine_for(
+    branches: int, burst: int = CONFIG.burst, mesh: MeshShape | None = None, choice_width: int = 0
+):
     rules = SlotRules(
         burst=burst,
         end_of_turn_ids=renderer().end_of_turn_ids,
         model_logprobs=True,
         choice_branches=branches,
+        choice_width=choice_width,
     )
     config = EngineConfig(
         model=MODEL,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from earl_jax.engine.choices import allowed_table
 from earl_jax.engine.config import NO_LIMIT, EngineConfig, Sampling, SlotRules
 from earl_jax.engine.engine import Engine, Policy, Session, empty_session
 from earl_jax.engine.pages import Pool
@@ -287,11 +288,14 @@ def check_row(service: RolloutService, finished) -> None:
 
 def check_rows(rollout, num_tasks: int) -> None:
     """Row i holds the turns of task i end to end, marked by author; nothing is anywhere else."""
+    experience = rollout.experience
     written = {
-        field.name: np.asarray(getattr(rollout.experience, field.name))
-        for field in dataclasses.fields(rollout.experience)
-        if getattr(rollout.experience, field.name) is not None
+        field.name: np.asarray(getattr(experience, field.name))
+        for field in dataclasses.fields(experience)
+        if field.name != "allowed" and getattr(experience, field.name) is not None
     }
+    allowed = list(map(np.asarray, experience.allowed))
+    written |= {f"allowed {rank}": rows for rank, rows in enumerate(allowed)}
     for trajectory in rollout.trajectories:
         expected = {name: [] for name in written}
         spoken = 0
@@ -301,7 +305,11 @@ def check_rows(rollout, num_tasks: int) -> None:
             zeros = [0] * len(turn.token_ids)
             expected["tokens"] += turn.token_ids
             expected["turn_ids"] += [spoken * policy] * len(zeros)
-            for name in written.keys() - {"tokens", "turn_ids"}:
+            if allowed:
+                given = turn.token_ids, turn.choices, turn.allowed, len(allowed)
+                for rank, ids in enumerate(allowed_table(*given).T):
+                    expected[f"allowed {rank}"] += ids.tolist()
+            for name in written.keys() & {"logprobs", "versions", "model_logprobs"}:
                 expected[name] += getattr(turn, name) if policy else zeros
         for name, numbers in expected.items():
             row = written[name][trajectory.row]
