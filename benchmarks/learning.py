@@ -37,8 +37,7 @@ SERIES = {
         "train.sft_steps=0",
         "env.args.mask_illegal=True",
         "env.args.illegal_reward=-1.0",
-        "train.ratio=model",
-        "num_steps=300",
+        "num_steps=1000",
         *ONE_DEVICE,
     ),
     "rewards": (

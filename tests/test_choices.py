@@ -450,3 +450,17 @@ def test_settings_that_cannot_be_are_refused():
     for given, sizes in ((masked, (18, 10)), (RATIO_RUN, (0, 0))):
         engines = build_run(make_config(given)).stages.engines
         assert (engines.choice_branches, engines.choice_width) == sizes
+
+
+def test_the_selector_counts_the_rows_with_what_tokens_were_chosen_among():
+    """Per token: tokens, turns, log-probs and versions, and ten ids where moves are masked."""
+    given = RATIO_RUN | {"rollout": {"num_slots": 8, "episodes_per_step": 16}, "train": {}}
+    mesh, totals = MeshShape(data=8), []
+    for args, of_token in (({}, 16), ({"mask_illegal": True}, 56)):
+        run = build_run(make_config(given | {"env": {"args": args}}))
+        engine = run.stages.engines.engine(mesh)
+        rows = jax.eval_shape(lambda engine=engine: engine.new_state(64, None)).experience
+        assert sum(4 * leaf.size for leaf in jax.tree.leaves(rows)) == rows.tokens.size * of_token
+        totals.append(run.problem.bare_footprint(mesh, 8, 64).total)
+    # Two rows of a data shard's episodes, and a spare one for its slot.
+    assert totals[1] - totals[0] == 3 * 64 * 40

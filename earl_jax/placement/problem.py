@@ -172,11 +172,12 @@ def make_problem(
     num_processes: int = 1,
     num_players: int = 0,
     has_host_memory: bool = True,
+    choice_width: int = 0,
 ) -> Problem:
     """Returns the selector's problem for a run of this config on such devices.
 
     `num_players` of the processes play, 0: all. `has_host_memory`: JAX can place arrays in host
-    memory beside the devices'.
+    memory beside the devices'. `choice_width` as of `Workload`.
 
     Raises ValueError for settings and adapters that this model cannot have, where the split of the
     devices is to be chosen and there is none, and for config.train.remat "offload" without such
@@ -235,8 +236,12 @@ def make_problem(
         plays=config.plays,
         preempted_bytes=int(rollout.preemption_host_gib * 2**30) if config.plays else 0,
     )
-    batches = config.row_batches(problem.num_players)
-    problem = dataclasses.replace(problem, work=dataclasses.replace(problem.work, batches=batches))
+    work = dataclasses.replace(
+        problem.work,
+        batches=config.row_batches(problem.num_players),
+        choice_width=choice_width,
+    )
+    problem = dataclasses.replace(problem, work=work)
     return with_splits(problem) if given == "auto" else problem
 
 

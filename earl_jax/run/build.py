@@ -131,11 +131,12 @@ def build_run(
     _check_origin(config, origin)
     if config.asynchrony.is_on and cluster.count > 1:
         _check_processes(config, cluster)
-    problem = _problem(config, origin, cluster)
-    cluster = cluster.split_by(problem.splits) if problem.splits else cluster
-    layouts, played = Layouts(cluster), config.open_environment()
+    played = config.open_environment()
     renderer = ChatRenderer(origin.tokenizer, origin.end_ids, config.chat.template_arguments)
     choices = _all_choices(config, played, renderer)
+    problem = _problem(config, origin, cluster, choice_width(choices))
+    cluster = cluster.split_by(problem.splits) if problem.splits else cluster
+    layouts = Layouts(cluster)
     engines = Engines(
         rollout=config.rollout,
         model=origin.model,
@@ -146,7 +147,7 @@ def build_run(
         model_logprobs=config.train.ratio == "model",
         end_of_turn_ids=renderer.end_of_turn_ids,
         choice_branches=len(choice_tree(choices)[0]),
-        choice_width=choice_width(choices),
+        choice_width=problem.work.choice_width,
         batches=config.row_batches(len(cluster.players)),
     )
     stages = Stages(
@@ -161,7 +162,7 @@ def build_run(
             layouts.train,
             origin.checkpoint,
             trains=cluster.trains,
-            choice_width=choice_width(choices),
+            choice_width=problem.work.choice_width,
         ),
         rollout=config.rollout.with_limit(
             origin.max_context, forks=config.chat.history != "append"
@@ -339,7 +340,7 @@ def _check_origin(config: Config, origin: Origin) -> None:
         )
 
 
-def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
+def _problem(config: Config, origin: Origin, cluster: Cluster, choice_width: int) -> Problem:
     """Returns the selector's problem. Raises ValueError where no mesh, or a named one, can be."""
     own_bytes = [device_budget(config.selector.budget_bytes_per_device), host_memory_bytes()]
     budgets, hosts_bytes = zip(*cluster.gather(own_bytes, "the sizes of memory"), strict=True)
@@ -353,6 +354,7 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
         num_processes=cluster.count,
         num_players=len(cluster.players),
         has_host_memory=all(map(has_host_memory, own)),
+        choice_width=choice_width,
     )
     problem.check_meshes()
     return problem

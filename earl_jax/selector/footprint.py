@@ -125,7 +125,7 @@ def rollout_footprint(
     """Returns the bytes of a rollout without its KV cache, beside no trainer."""
     rows = work.num_slots // mesh.data
     buffer_rows = work.num_rows * work.batches + work.spare_rows(mesh)
-    buffers = buffer_rows // mesh.data * max_tokens * EXPERIENCE_BYTES
+    buffers = buffer_rows // mesh.data * max_tokens * (EXPERIENCE_BYTES + 4 * work.choice_width)
     at_a_time = min(TOKENS_AT_A_TIME, max_tokens // mesh.context)
     blocks = 2 * at_a_time * sizes.cached_size(mesh.tensor)
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4

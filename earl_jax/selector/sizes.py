@@ -121,7 +121,7 @@ class Workload:
     `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head. On meshes
     whose `context` axis is among `in_place_contexts` a kernel reads pages where they are. Rows are
     cut for `row_devices` (`Cluster.num_row_devices`), 0: those of the mesh. A round samples up to
-    `sampled_tokens` of an episode.
+    `sampled_tokens` of an episode, whose rows have `choice_width` ids more for each token.
     """
 
     num_slots: int
@@ -143,6 +143,7 @@ class Workload:
     in_place_contexts: tuple[int, ...] = ()
     row_devices: int = 0
     sampled_tokens: int = 16
+    choice_width: int = 0
 
     @property
     def num_batches(self) -> int:
