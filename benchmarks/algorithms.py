@@ -76,7 +76,7 @@ def settings_of(name: str, folder: Path, seed: int) -> dict[str, Any]:
         "reference_from": teacher_of(name, settings_of, folder),
         "rollout": rollout,
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
-        "train": {"learning_rate": 3e-3, "ratio": "model", **train},
+        "train": {"learning_rate": 3e-3, **train},
     }
 
 

@@ -71,8 +71,7 @@ SETTINGS: dict[str, Any] = {
     },
     "devices": {"platform": "cpu", "num_cpu_devices": 2, "num_rollout": 1},
     "selector": {"table": "model", "rollout_meshes": ("data=1",), "train_meshes": ("data=1",)},
-    # Replies are drawn from the letters, and scored among all tokens.
-    "train": {"learning_rate": 1.5e-3, "epochs": 4, "ratio": "model"},
+    "train": {"learning_rate": 1.5e-3, "epochs": 4},
     "eval": {"every_steps": 10_000, "games": 2, "final_games": 2},
     "checkpoint": {"every_steps": 10_000},
     "log": {"trajectories_every_steps": 10_000},
