@@ -279,9 +279,9 @@ def rows_attention(point: Point) -> dict[str, Any]:
 
     def reference(query: Any, key: Any, value: Any) -> Any:
         order = jnp.broadcast_to(jnp.arange(point.length), segments.shape)
-        places = Positions(order=order, segment=segments)
+        positions = Positions(order=order, segment=segments)
         wide = (side.astype(jnp.float32) for side in (query, key, value))
-        return attention(*wide, places, places, scale=size**-0.5)
+        return attention(*wide, positions, positions, scale=size**-0.5)
 
     def gradient(function: Any) -> Any:
         def total(*inputs: Any) -> Any:

@@ -44,7 +44,7 @@ Score = Callable[[Sequence[tuple[list[int], list[int]]]], list[list[float]]]
 
 
 class Node(NamedTuple):
-    """A position in which the policy is to move, what was said so far, and how likely it is."""
+    """A position in which the policy is to move, the messages so far, and how likely it is."""
 
     state: pyspiel.State
     turns: tuple[tuple[str, str], ...]

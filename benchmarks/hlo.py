@@ -309,8 +309,8 @@ def _passed(program: Program, inside: Computation, given: Instruction) -> int:
         if user.kind in _BY_ELEMENT and not user.is_root:
             read += _passed(program, inside, user) * given.num_bytes // max(1, user.num_bytes)
         else:
-            places = [place for place, name in enumerate(user.operands) if name == given.name]
-            read += sum(_read(program, inside, user, place) for place in places)
+            operands = [place for place, name in enumerate(user.operands) if name == given.name]
+            read += sum(_read(program, inside, user, place) for place in operands)
     return min(read, given.num_bytes)
 
 

@@ -42,7 +42,7 @@ METRICS: dict[str, dict[str, str]] = {
         "reward_mean": "Mean reward of the step's episodes, without those that failed.",
         "reward_std": "Standard deviation of these rewards.",
         "episodes": "Number of episodes.",
-        "failed_share": "Share of the episodes that failed: the environment raised, hung, or said "
+        "failed_share": "Share of the episodes that failed: the environment raised, hung, or wrote "
         "what cannot be encoded, or what leaves no token for a reply.",
         "failure": "The most frequent reason of these.",
         "equal_groups": "Share of the groups whose rewards are all equal; nothing is learnt from "

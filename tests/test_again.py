@@ -152,11 +152,11 @@ def launch(lines: list[list[str]]) -> list[list[tuple[int, str, str]]]:
 
     running = {number: start(number) for number in range(len(lines))}
     while running:
-        assert time.monotonic() < deadline_s, [process.said() for process in running.values()]
+        assert time.monotonic() < deadline_s, [process.output() for process in running.values()]
         time.sleep(0.05)
         for number, process in list(running.items()):
             if process.poll() is not None:
-                ends[number].append((process.poll(), *process.said()))
+                ends[number].append((process.poll(), *process.output()))
                 del running[number]
                 if process.poll() == 1 and len(ends[number]) < 4:
                     running[number] = start(number)

@@ -25,7 +25,7 @@ from tests.support.placements import EIGHT_SLOTS, begin
 from tests.support.processes import Processes
 from tests.support.runs import cut_off
 from tests.support.settings import make_config
-from tests.support.talks import said, sft_run, sums
+from tests.support.talks import sft_run, sums, talk
 
 OURS = build_tokenizer([], 260)
 
@@ -37,8 +37,8 @@ def folder(tmp_path_factory) -> Path:
     save_tokenizer(OURS, folder / "tokenizer")
     (folder / "learnt.jsonl").write_text("\n".join(sums(10)))
     masked = ("user", "So?"), ("assistant", "no", 0), ("user", "And?")
-    held_out = sums(15, 2) + [said(*masked, ("assistant", f"yes, {i}")) for i in range(5)]
-    held_out.append(said(("user", "a" * 70), ("assistant", "Indeed.")))
+    held_out = sums(15, 2) + [talk(*masked, ("assistant", f"yes, {i}")) for i in range(5)]
+    held_out.append(talk(("user", "a" * 70), ("assistant", "Indeed.")))
     (folder / "held_out.jsonl").write_text("\n".join(held_out))
     return folder
 
@@ -141,7 +141,7 @@ def test_it_is_the_same_in_two_processes(world, folder):
 def test_it_goes_row_by_row_where_memory_is_short(folder, tmp_path, monkeypatch):
     """Sixteen conversations of 81 tokens are two rows on each shard."""
     path = tmp_path / "long.jsonl"
-    path.write_text("\n".join([said(("user", "a" * 70), ("assistant", "Indeed."))] * 16))
+    path.write_text("\n".join([talk(("user", "a" * 70), ("assistant", "Indeed."))] * 16))
     rollout = settings(folder)["rollout"] | {"episodes_per_step": 16}
     world = built(folder, rollout=rollout, eval={"sft_path": str(path)})
     placement, position = begin(world)
@@ -172,7 +172,7 @@ def test_the_best_checkpoints_are_those_of_the_lowest_loss():
 
 def test_errors_name_the_setting(folder, tmp_path):
     path = tmp_path / "held_out.jsonl"
-    path.write_text(said(("user", "5"), ("assistant", "6")) + "\n{")
+    path.write_text(talk(("user", "5"), ("assistant", "6")) + "\n{")
     config = make_config(settings(folder, eval={"sft_path": str(path)}))
     with pytest.raises(ValueError, match=r"held_out.jsonl, line 2: .*\(config.eval.sft_path\)"):
         with_held_out(build_run(config, folder / "tokenizer"))

@@ -23,7 +23,7 @@ from earl_jax.rollout.load import expected_tokens
 from earl_jax.rollout.share import Share
 from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
-from tests.support.placements import load_of, seated
+from tests.support.placements import load_of, with_session
 from tests.support.references import (
     REFERENCE,
     assert_equal_trees,
@@ -344,7 +344,7 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
         "train": {"ratio": "model"},
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     }
-    run, session, placement = seated(given)
+    run, session, placement = with_session(given)
     tasks = run.tasks.training(0)
     share = Share(range(len(tasks)))
     trajectories = play(run.actor, placement, session, tasks, share, None).trajectories

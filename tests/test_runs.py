@@ -140,7 +140,7 @@ def test_killed_at_any_moment_ends_the_same(uninterrupted, tmp_path, capsys):
         time.sleep(0.01)
     # Somewhere in the next steps.
     process.kill()
-    assert process.wait() == -signal.SIGKILL, process.said()
+    assert process.wait() == -signal.SIGKILL, process.output()
     train(config_of(TINY | GROWING), workdir)
     assert "resuming" in capsys.readouterr().out
     whole = [timeless(row) for row in read_metrics(uninterrupted / "metrics.jsonl")]

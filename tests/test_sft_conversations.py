@@ -27,7 +27,7 @@ from tests.support.forward import row_logits
 from tests.support.placements import EIGHT_SLOTS, TINY, begin, place
 from tests.support.runs import check_replay, check_resume
 from tests.support.settings import make_config
-from tests.support.talks import said, sums
+from tests.support.talks import sums, talk
 
 FOLDERS = Path(__file__).parent / "tokenizers"
 PAD, USER, ASSISTANT, END = range(4)
@@ -55,17 +55,17 @@ def ids_of(text: str) -> list[int]:
 
 def test_the_assistants_tokens_and_ends_of_turn_are_learnt_and_no_others(tmp_path):
     (five,), (six,), (seven,), (eight,) = map(ids_of, "5678")
-    line = said(("user", "5"), ("assistant", "6"), ("user", "7"), ("assistant", "8"))
+    line = talk(("user", "5"), ("assistant", "6"), ("user", "7"), ("assistant", "8"))
     ids, turn_ids = first(tmp_path, line)
     assert ids == [USER, five, END, ASSISTANT, six, END, USER, seven, END, ASSISTANT, eight, END]
     assert turn_ids == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 2, 2]
 
 
 def test_a_weight_of_0_masks_a_message_and_what_follows_the_last_reply_is_left_out(tmp_path):
-    line = said(("user", "5"), ("assistant", "6", 0), ("user", "7"), ("assistant", "8", 1))
+    line = talk(("user", "5"), ("assistant", "6", 0), ("user", "7"), ("assistant", "8", 1))
     assert first(tmp_path, line)[1] == [0] * 10 + [2, 2]
-    line = said(("user", "5"), ("assistant", "6"), ("user", "7"))
-    assert first(tmp_path, line) == first(tmp_path, said(("user", "5"), ("assistant", "6")))
+    line = talk(("user", "5"), ("assistant", "6"), ("user", "7"))
+    assert first(tmp_path, line) == first(tmp_path, talk(("user", "5"), ("assistant", "6")))
 
 
 def test_mask_is_the_templates_own_for_every_kind_of_message(tmp_path):
@@ -98,7 +98,7 @@ def test_ids_are_those_of_the_familys_template(tmp_path, name):
         ("user", "Ha"),
         ("assistant", "Yes"),
     )
-    ids, turn_ids = first(tmp_path, said(*pairs), tokenizer=tokenizer)
+    ids, turn_ids = first(tmp_path, talk(*pairs), tokenizer=tokenizer)
     # Not the last turn, where Qwen3's template writes an empty block of reasoning.
     messages = [{"role": role, "content": content} for role, content in (*pairs, ("user", "x"))]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -114,7 +114,7 @@ def test_ids_are_those_of_the_familys_template(tmp_path, name):
 def test_a_conversation_forks_where_an_episode_would(tmp_path):
     """Qwen3's template drops reasoning where the user asks again."""
     tokenizer = load_tokenizer(FOLDERS / "qwen3")
-    line = said(
+    line = talk(
         ("user", "What?"),
         ("assistant", "<think>\nhm\n</think>\n\nSunny."),
         ("user", "Sure?"),
@@ -139,7 +139,7 @@ def test_a_conversation_forks_where_an_episode_would(tmp_path):
 
 
 def test_each_pass_has_every_conversation_once_in_an_order_of_seed_and_pass(tmp_path):
-    lines = [said(("user", "?"), ("assistant", str(number))) for number in range(5)]
+    lines = [talk(("user", "?"), ("assistant", str(number))) for number in range(5)]
     found = dataset(tmp_path, *lines[:2], "", *lines[2:])
 
     def order(found, updates) -> list[int]:
@@ -157,7 +157,7 @@ def test_each_pass_has_every_conversation_once_in_an_order_of_seed_and_pass(tmp_
 
 
 def test_other_conversations_are_not_gone_on_with(tmp_path):
-    lines = [said(("user", "?"), ("assistant", str(number))) for number in range(3)]
+    lines = [talk(("user", "?"), ("assistant", str(number))) for number in range(3)]
     kept = dataset(tmp_path, *lines).state()
     dataset(tmp_path, *lines).restore(kept)
     with pytest.raises(ValueError, match="whose 2 conversations are not the 3 that this run"):
@@ -166,7 +166,7 @@ def test_other_conversations_are_not_gone_on_with(tmp_path):
 
 # Errors.
 
-GOOD = said(("user", "5"), ("assistant", "6"))
+GOOD = talk(("user", "5"), ("assistant", "6"))
 
 
 @pytest.mark.parametrize(
@@ -178,21 +178,21 @@ GOOD = said(("user", "5"), ("assistant", "6"))
         ('{"message": []}', "'messages' is None; it must be a list of messages such as"),
         ('{"messages": []}', "'messages' is .*; it must be a list of messages"),
         ('{"messages": ["x"]}', "message 1 of 1 is 'x'; it must be an object with a 'role', one"),
-        (said(("developer", "x")), "one of system, user, tool and assistant, and a 'content'"),
-        (said(("user", "x"), ("user", "y")), "no message is the assistant's, or all of them have"),
-        (said(("user", "x"), ("assistant", "y", 0)), "weight 0: there is nothing to learn"),
-        (said(("assistant", "y")), "message 1 of 1 is the assistant's with no message of another"),
-        (said(*[("user", "x")], *[("assistant", "y")] * 2), "message 3 of 3 is the assistant's"),
-        (said(("user", ["x"])), r"the content of message 1 of 1 is \['x'\]; give a text"),
-        (said(("user", "x"), ("assistant", None)), "the content of message 2 of 2 is None"),
-        (said(("user", "x"), ("assistant", "y", 2)), "weight of message 2 of 2 is 2; it must be 0"),
-        (said(("user", "x", 1)), "has the key 'weight'; the user's messages have role, content"),
+        (talk(("developer", "x")), "one of system, user, tool and assistant, and a 'content'"),
+        (talk(("user", "x"), ("user", "y")), "no message is the assistant's, or all of them have"),
+        (talk(("user", "x"), ("assistant", "y", 0)), "weight 0: there is nothing to learn"),
+        (talk(("assistant", "y")), "message 1 of 1 is the assistant's with no message of another"),
+        (talk(*[("user", "x")], *[("assistant", "y")] * 2), "message 3 of 3 is the assistant's"),
+        (talk(("user", ["x"])), r"the content of message 1 of 1 is \['x'\]; give a text"),
+        (talk(("user", "x"), ("assistant", None)), "the content of message 2 of 2 is None"),
+        (talk(("user", "x"), ("assistant", "y", 2)), "weight of message 2 of 2 is 2; it must be 0"),
+        (talk(("user", "x", 1)), "has the key 'weight'; the user's messages have role, content"),
         (
             '{"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}',
             "has the key 'tool_calls'; the user's messages have role, content",
         ),
-        (said(("user", "x"), ("assistant", "y"), tools="clock"), "'tools' is 'clock'; it must be"),
-        (said(("user", "\ud800"), ("assistant", "y")), "cannot be encoded as UTF-8"),
+        (talk(("user", "x"), ("assistant", "y"), tools="clock"), "'tools' is 'clock'; it must be"),
+        (talk(("user", "\ud800"), ("assistant", "y")), "cannot be encoded as UTF-8"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_an_error_that_names_it(tmp_path, line, words):
@@ -211,7 +211,7 @@ def test_a_file_without_conversations_is_an_error(tmp_path, monkeypatch):
 
 def test_a_conversation_that_is_too_long_is_an_error_that_names_it_and_counts_the_others(tmp_path):
     """GOOD has 6 tokens; each digit more is one more."""
-    long = said(("user", "55"), ("assistant", "66"))
+    long = talk(("user", "55"), ("assistant", "66"))
     dataset(tmp_path, GOOD, long, most_tokens=8)
     words = (
         "line 2: the conversation has 8 tokens, more than a limit, and so have 2 of 4; shorten or "
@@ -334,7 +334,7 @@ def settings(path, **others) -> dict:
 def path(tmp_path_factory):
     """Eleven conversations, of which one is longer than any game of Tic-Tac-Toe."""
     file = tmp_path_factory.mktemp("talks") / "talks.jsonl"
-    file.write_text("\n".join([*sums(10), said(("user", "a" * 40), ("assistant", "Indeed."))]))
+    file.write_text("\n".join([*sums(10), talk(("user", "a" * 40), ("assistant", "Indeed."))]))
     save_tokenizer(OURS, file.parent / "tokenizer")
     return file
 

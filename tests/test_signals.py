@@ -56,7 +56,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, monkeypatch, num):
     run = Command(tmp_path / "w", num, **LONG, **{"distributed.heartbeat_s": 10})
     run.after(lambda: (run.workdir / "config.json").exists())
     run.all[0].send_signal(signal.SIGINT)
-    run.after(lambda: "* SIGINT:" in run.all[0].said()[1])
+    run.after(lambda: "* SIGINT:" in run.all[0].output()[1])
     run.all[0].send_signal(signal.SIGINT)
     run.all[0].wait(20)
     status, _, errors = run.ends(60)[0]

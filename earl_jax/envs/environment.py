@@ -47,7 +47,7 @@ LARGEST_REWARD = 3.4028234e38
 
 Author = Literal["environment", "policy"]
 ROLES = ("system", "user", "tool")
-# Of a message that says what the policy has said, in a whole conversation.
+# The role of a reply of the policy, in a whole conversation.
 ASSISTANT = "assistant"
 
 
@@ -123,7 +123,7 @@ class StepResult:
     the metric. So a game that reports `{"win": 0.0}` at its start and `{"win": 1.0}` where it is
     won has the fraction of all games as its mean, those that a limit cuts included.
 
-    With `new_context` the policy forgets what was said: `messages` are a whole conversation, which
+    With `new_context` the policy forgets its context: `messages` are a whole conversation, which
     begins a new sample of the episode (see `ChatConfig`), with these `tools`. Where that is to be
     remembered, the one that begins has a `conversation` number of its own; messages without
     `new_context` go on with the conversation of this number. Each one is a sample, however often
@@ -196,7 +196,7 @@ class OffersExamples(Protocol):
 
 
 class CountsTokens(Protocol):
-    """An environment that is told the tokens of each turn, before `step`."""
+    """An environment that gets the number of tokens of each turn, before `step`."""
 
     def count_tokens(self, context: int, reply: int) -> None:
         """Takes the number of tokens that the policy read, and that of its reply."""

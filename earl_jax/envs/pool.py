@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # A caller that waits for calls looks around so often.
 _LOOK_S = 1.0
-# A thread that was given up is told to end this long after, and so often.
+# A thread that was given up is asked to end this long after, and so often.
 _END_S = 1.0
 
 
@@ -69,7 +69,7 @@ class EnvironmentPool:
         self.num_workers = num_workers
         self._waiting: queue.SimpleQueue[Calls | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        # Threads that were given up, and when; or when they were last told to end.
+        # Threads that were given up, and when; or when they were last asked to end.
         self._given_up: dict[threading.Thread, float] = {}
         self._in_call: set[threading.Thread] = set()
         self._calls: weakref.WeakSet[Calls] = weakref.WeakSet()

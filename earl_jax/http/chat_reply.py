@@ -31,9 +31,9 @@ class ChatReply:
         self.usage = chunk.get("usage") or self.usage
         text = self._blank
         for choice in chunk["choices"]:
-            said = choice["message"] if "message" in choice else choice["delta"]
-            text += said.get("content") or ""
-            self.calls += said.get("tool_calls") or ()
+            message = choice["message"] if "message" in choice else choice["delta"]
+            text += message.get("content") or ""
+            self.calls += message.get("tool_calls") or ()
             self.finish_reason = choice["finish_reason"] or self.finish_reason
             self.stop = choice.get("stop_reason") or self.stop
         is_blank = not (self.text or text.strip())

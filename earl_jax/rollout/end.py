@@ -39,7 +39,7 @@ class RolloutShort(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class End:
-    """The end of a process's part of a rollout, as the others are told it.
+    """The end of a process's part of a rollout, as the others receive it.
 
     The part had a `shortage`, or was `stopped` by a signal of this name, or neither.
     """

@@ -266,8 +266,8 @@ class LiveEpisode:
                 self.rewards[turns[-1]] += float(more)
         for name, more in of_replies.items():
             conversation, place = map(int, name.split("."))
-            said = enumerate(turn.conversation for turn in self.turns[1::2])
-            turns = [turn for turn, number in said if number == conversation]
+            replies = enumerate(turn.conversation for turn in self.turns[1::2])
+            turns = [turn for turn, number in replies if number == conversation]
             if place < len(turns):
                 self.rewards[turns[place]] += float(more)
 

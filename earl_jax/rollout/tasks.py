@@ -141,15 +141,15 @@ class Part:
 
         Example: steps of 4 groups in two parts: the second part's 0 1 2 are 2 3 6 of the run.
         """
-        places = (divmod(number, self.size) for number in numbers)
-        return [(step * self.count + self.index) * self.size + place for step, place in places]
+        pairs = (divmod(number, self.size) for number in numbers)
+        return [(step * self.count + self.index) * self.size + group for step, group in pairs]
 
     def in_part(self, numbers: Collection[int]) -> list[int]:
         """Returns the numbers of those of these groups of the run that are of this part."""
-        places = (divmod(number, self.size) for number in numbers)
+        pairs = (divmod(number, self.size) for number in numbers)
         return [
-            part // self.count * self.size + place
-            for part, place in places
+            part // self.count * self.size + group
+            for part, group in pairs
             if part % self.count == self.index
         ]
 

@@ -39,8 +39,8 @@ class StepLog:
     checkpoint_s: float = 0.0
     # How the step before differed from the config, because memory was short.
     _differs: str = ""
-    # The kind of failure that was said last: each is said when it becomes the most frequent.
-    _said_failure: str = ""
+    # The kind of failure in the last note: a kind is noted when it becomes the most frequent.
+    _noted_failure: str = ""
 
     def write(self, record: Record) -> None:
         """Writes the step's line of metrics, and notes of what changed in it."""
@@ -122,8 +122,8 @@ class StepLog:
         if not isinstance(record, StepRecord):
             return
         failures = record.failures
-        if failures.kind not in ("", self._said_failure):
-            self._said_failure = failures.kind
+        if failures.kind not in ("", self._noted_failure):
+            self._noted_failure = failures.kind
             yield failures.in_words()
 
 

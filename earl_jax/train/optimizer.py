@@ -121,8 +121,8 @@ def _clipped(specs: Any) -> optax.GradientTransformation:
 
 
 def _factored_axes(spec: ParameterSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the places of a matrix's inputs and outputs; None for what is not factored."""
-    found = _matrix_places(spec)
+    """Returns the axes of a matrix's inputs and outputs; None for what is not factored."""
+    found = _matrix_axes(spec)
     sizes = [math.prod(spec.shape[axis] for axis in side) for side in found or ()]
     return found if found and min(sizes) >= _LEAST_FACTORED else None
 
@@ -168,8 +168,8 @@ def matrix_axes(axes: str) -> tuple[str, str] | None:
     return (own[0], own[1:]) if own[0] in _INPUTS else (own[:-1], own[-1])
 
 
-def _matrix_places(spec: ParameterSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the places of a matrix's inputs and outputs in the array; None for no matrix."""
+def _matrix_axes(spec: ParameterSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Returns the axes of an array that are a matrix's inputs and outputs; None for no matrix."""
     found = matrix_axes(spec.axes)
     if found is None:
         return None
@@ -188,7 +188,7 @@ def muon_axes(spec: ParameterSpec) -> optax.contrib.MuonDimensionNumbers | None:
 
     Those are vectors, the embedding and the head (Moonlight, section 2.2).
     """
-    found = _matrix_places(spec)
+    found = _matrix_axes(spec)
     if found is None or "V" in spec.axes:
         return None
     return optax.contrib.MuonDimensionNumbers(*found)

@@ -23,7 +23,7 @@ def environment_without(*prefixes: str) -> dict[str, str]:
 def run_python(
     *line: str, cwd: Path = ROOT, timeout: float = 280.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python with these arguments and `variables`, and returns what it said."""
+    """Runs Python with these arguments and `variables`, and returns its output."""
     return subprocess.run(
         [sys.executable, *line],
         cwd=cwd,

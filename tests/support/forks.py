@@ -84,9 +84,9 @@ class Fork:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Waits for its end. Returns its output and its errors."""
         self.wait(timeout)
-        return self.said()
+        return self.output()
 
-    def said(self) -> tuple[str, str]:
+    def output(self) -> tuple[str, str]:
         """Returns its output and its errors up to now."""
         output, errors = (Path(file.name).read_text(errors="replace") for file in self._files)
         return output, errors

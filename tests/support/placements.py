@@ -190,7 +190,7 @@ def begin(world: Run) -> tuple[Placement, Position]:
     return placement, first_position(world, placement)
 
 
-def seated(settings: Mapping[str, Any]) -> tuple[Run, Session, Placement]:
+def with_session(settings: Mapping[str, Any]) -> tuple[Run, Session, Placement]:
     """Returns a Run of these settings, the first session of its rollout, and the Placement."""
     world = build_run(make_config(settings))
     placement, position = begin(world)

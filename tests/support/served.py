@@ -59,11 +59,11 @@ class Server:
     def __init__(self, *line: str):
         self.process = start_python(*line, env=environment_without("JAX_"))
         deadline_s = time.monotonic() + 200
-        while "\n" not in self.process.said()[0] and time.monotonic() < deadline_s:
+        while "\n" not in self.process.output()[0] and time.monotonic() < deadline_s:
             if self.process.poll() is not None:
                 break
             time.sleep(0.02)
-        self.ready_line = self.process.said()[0].partition("\n")[0]
+        self.ready_line = self.process.output()[0].partition("\n")[0]
         pattern = r" at (http://127\.0\.0\.1:\d+) \(gRPC: (127\.0\.0\.1:\d+)\):"
         found = re.search(pattern, self.ready_line)
         if not found:
@@ -76,7 +76,7 @@ class Server:
     @property
     def errors(self) -> str:
         """The text that it has written to stderr."""
-        return self.process.said()[1]
+        return self.process.output()[1]
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Its status after this signal, or after it has ended on its own."""

@@ -39,9 +39,9 @@ def scripted() -> int | None:
 
 def start_all(lines: list[list[str]], variables: list[dict[str, str]], wait_s: float) -> int:
     """Starts processes, kills those left `wait_s` behind the first's end; the largest status."""
-    told_to_end: list[int] = []
+    signals: list[int] = []
     # Before the first starts: who started may be seen, and ended, at once.
-    signal.signal(signal.SIGTERM, lambda number, _: told_to_end.append(number))
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     all_of_them = [
         subprocess.Popen(line, env=os.environ | own, start_new_session=True)
         for line, own in zip(lines, variables, strict=True)
@@ -53,7 +53,7 @@ def start_all(lines: list[list[str]], variables: list[dict[str, str]], wait_s: f
         if any(process.poll() is not None for process in all_of_them):
             first_s = min(first_s, time.monotonic())
         # As srun does ("forcing job termination").
-        if told_to_end or time.monotonic() > first_s + wait_s:
+        if signals or time.monotonic() > first_s + wait_s:
             for process in all_of_them:
                 process.kill()
     # A signal N is 128 + N.

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.placements import EIGHT_SLOTS, TINY
 
 
-def said(*pairs, **others) -> str:
+def talk(*pairs, **others) -> str:
     """A line of ("user", "1"), ... and other keys; ("assistant", "1", 0) has that weight."""
     messages = []
     for role, content, *weight in pairs:
@@ -20,7 +20,7 @@ def said(*pairs, **others) -> str:
 
 def sums(number: int, added: int = 1) -> list[str]:
     """So many lines of about ten tokens, each with a sum and its result."""
-    return [said(("user", f"{i} + {added}?"), ("assistant", str(i + added))) for i in range(number)]
+    return [talk(("user", f"{i} + {added}?"), ("assistant", str(i + added))) for i in range(number)]
 
 
 def sft_run(path: Path, **others) -> dict:

@@ -103,7 +103,7 @@ class Agent:
         """Starts the agent, and returns its first request."""
         endpoint = endpoint_at(*self._at)
         base_url = endpoint.open(self._session)
-        # An episode that a limit ends, or that is given up, is told to nobody: it is thrown away.
+        # An episode that a limit ends, or that is given up, ends without a call: it is thrown away.
         weakref.finalize(self, endpoint.close, base_url, self._session).atexit = False
         _run(functools.partial(self._agent, base_url=base_url, **self._arguments), self._session)
         taken = await self._next()
@@ -125,7 +125,7 @@ class Agent:
         )
 
     def count_tokens(self, context: int, reply: int) -> None:
-        """Takes the tokens of the turn, which the agent is told as its usage."""
+        """Takes the tokens of the turn, which the answer to the agent has as its usage."""
         self._counts = context, reply
 
     async def step(self, reply: str) -> StepResult:

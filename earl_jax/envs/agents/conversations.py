@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The conversations of an agent, found again by all that was said in them."""
+"""The conversations of an agent, found again by the digest of all their messages."""
 
 import collections
 import dataclasses
@@ -43,7 +43,7 @@ class Conversations:
         """Begins without any."""
         self._lock = threading.Lock()
         self._numbers: set[int] = set()
-        # By digest of all that was said, the reply last: the conversations that may go on there.
+        # By digest of all messages, the reply last: the conversations that may go on there.
         self._open: dict[bytes, list[int]] = {}
         # By conversation: how many replies it has.
         self._num_replies: collections.Counter[int] = collections.Counter()

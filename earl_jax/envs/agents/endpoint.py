@@ -72,7 +72,7 @@ class AgentEndpoint:
         return f"{self._address}/{name}/v1"
 
     def close(self, base_url: str, session: Session) -> None:
-        """Closes a session. An agent that still asks is told so."""
+        """Closes a session. Later requests of its agent are refused."""
         session.close(
             "the episode of this address is over: it was paid, or a limit of the run ended it"
         )

@@ -88,7 +88,7 @@ def rewards_in(name: str) -> list[Paid]:
 
 
 def message_key(message: Mapping[str, Any]) -> str:
-    """Returns what makes two messages equal: who said it, the text, and calls by their values."""
+    """Returns what makes two messages equal: its role, the text, and calls by their values."""
     calls = []
     for call in message.get("tool_calls", ()):
         arguments = call["function"].get("arguments", {})
@@ -98,9 +98,9 @@ def message_key(message: Mapping[str, Any]) -> str:
             except (ValueError, RecursionError):
                 pass  # as it is
         calls.append([call.get("id"), call["function"]["name"], arguments])
-    said = [message["role"], message.get("content") or "", calls]
+    content = [message["role"], message.get("content") or "", calls]
     beside = [message.get("tool_call_id"), message.get("name")]
-    return json.dumps([*said, *beside], sort_keys=True)
+    return json.dumps([*content, *beside], sort_keys=True)
 
 
 class Session:

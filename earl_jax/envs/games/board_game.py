@@ -86,7 +86,7 @@ class BoardGame:
         self._done = False
         self._bot = self._mcts(mcts_simulations) if opponent == "mcts" else None
         self._best_moves = best_moves(game) if opponent == "minimax" else None
-        # Players that have had a message, and moves that the side not on the move is to be told.
+        # Players that have had a message, and moves that the other side has yet to be shown.
         self._met: set[int] = set()
         self._untold: list[str] = []
 

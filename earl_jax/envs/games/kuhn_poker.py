@@ -32,7 +32,7 @@ class KuhnPoker:
 
     `opponent` is "random" (passes and bets with equal probability), or "self": the policy plays
     both sides. Cards, and a random opponent's moves, depend on `seed` and the replies alone. A side
-    is told its own card and the moves. The reward is what it wins, or `illegal_reward` for a reply
+    is shown its own card and the moves. The reward is what it wins, or `illegal_reward` for a reply
     that is not exactly "0" or "1", which ends the episode; in self-play the other side then has 0.
     With `mask_illegal` the policy can sample these two only.
 

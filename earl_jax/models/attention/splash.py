@@ -4,7 +4,7 @@
 
 Scores never leave the chip's vector memory. Temporaries are copies of the inputs in the order that
 the kernel wants, about as many bytes as the blockwise reference takes. The kernel masks what is of
-another document; that it leaves such blocks out is ours, by the blocks that it is told to visit.
+another document; that it leaves such blocks out is ours, by the list of blocks to visit.
 """
 
 from collections.abc import Callable

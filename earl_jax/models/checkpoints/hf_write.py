@@ -169,19 +169,19 @@ def _write_weights(
     folder: Path, leaf_of: Callable[[str], Leaf], parts: "list[_Planned]", max_bytes: int
 ) -> None:
     plan = _shards({part.name: part for part in parts}, max_bytes)
-    places: dict[str, tuple[Path, int]] = {}
+    starts: dict[str, tuple[Path, int]] = {}
     for number, shard in enumerate(plan, start=1):
         file = f"model-{number:05d}-of-{len(plan):05d}.safetensors" if len(plan) > 1 else SINGLE
-        places |= _make_file(folder / file, shard)
+        starts |= _make_file(folder / file, shard)
     for part in parts:
-        path, start = places[part.name]
+        path, start = starts[part.name]
         with path.open("r+b") as file:
             file.seek(start)
             # Not bound to a name, so that it is freed before the next.
             _put(file, part, _tensor(leaf_of(part.key), part, np.dtype(DTYPES[part.dtype])))
     if len(plan) > 1:
         total = sum(tensor.num_bytes for shard in plan for tensor in shard)
-        files = {name: path.name for name, (path, _) in places.items()}
+        files = {name: path.name for name, (path, _) in starts.items()}
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

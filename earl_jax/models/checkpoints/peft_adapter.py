@@ -109,7 +109,7 @@ def _matrices(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns A as [rank, inputs], axes in the order of the tensor, and B likewise.
 
-    B is [outputs, 1, rank], or with several parameters to a tensor [places, own numbers, rank].
+    B is [outputs, 1, rank], or with several parameters to a tensor [parameters, own numbers, rank].
     """
     inputs, outputs = PROJECTIONS[name]
     their_outputs, their_inputs = weight.axes.split()
@@ -118,8 +118,8 @@ def _matrices(
     b_order = [f"R{outputs}".index(letter) for letter in f"{whole}{own}R"]
     a_RX = np.asarray(a).transpose(a_order).reshape(b.shape[0], -1)
     ordered = np.asarray(b).transpose(b_order)
-    places = math.prod(ordered.shape[: len(whole)])
-    return a_RX, ordered.reshape(places, -1, b.shape[0])
+    parameters = math.prod(ordered.shape[: len(whole)])
+    return a_RX, ordered.reshape(parameters, -1, b.shape[0])
 
 
 def _joined(
