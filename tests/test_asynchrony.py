@@ -383,22 +383,6 @@ def test_environments_that_hang_and_raise_hold_no_run_and_its_replay_fails_alike
     assert lost_tokens > 0, "they had sampled some"
 
 
-@pytest.mark.slow
-def test_a_run_may_go_on_synchronously_and_asynchronously_again(tmp_path):
-    """Episodes open before synchronous steps are over behind them; all is replayed as a whole."""
-    saved = {"checkpoint": {"every_steps": 1}}
-    configs = [
-        make_config(given_of(apart=False, staleness=staleness) | saved | {"num_steps": step})
-        for step, staleness in enumerate((1, 0, 1, 1), start=1)
-    ]
-    for config in configs:
-        train(config, tmp_path / "run")
-    counts = episodes_of(tmp_path / "run")
-    # Behind the first step those of the second were open.
-    assert set(counts.values()) == {1} and {*range(3 * EPISODES, 4 * EPISODES)} <= counts.keys()
-    check_replay(tmp_path / "run", 4)
-
-
 DROPPING = given_of(apart=False, staleness=1, rule="drop", reuse=2)
 
 

@@ -22,7 +22,6 @@ from earl_jax.models.parameters import init_parameters, parameter_specs, unstack
 from earl_jax.run.build import build_run
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
-from earl_jax.sharding.reshard import reshard
 from tests.support import engines
 from tests.support.caches import empty_cache
 from tests.support.engines import NUM_SLOTS
@@ -125,25 +124,6 @@ def test_same_tokens_are_sampled_with_the_trainers_logprobs():
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     assert placed == engine_on(MIXED).state_shardings
     assert max(len(script.messages[0]) for script in scripts().values()) > 2 * CONFIG.page_size
-
-
-def test_live_episodes_move_to_such_a_mesh_and_back():
-    """In the middle of prompts and of turns."""
-    moves, count, shape = {3: MIXED, 6: WHOLE}, 0, WHOLE
-
-    def play(state, inputs):
-        nonlocal count, shape
-        count += 1
-        if count in moves:
-            shape = moves[count]
-            state = reshard(state, engine_on(shape).state_shardings)
-        return engine_on(shape).play(weights_on(shape), state, inputs)
-
-    state = engine_on(WHOLE).empty_state(MAX_TOKENS)
-    state, transcripts = converse(play, state, scripts(), num_slots=NUM_SLOTS, chunk_size=CHUNK)
-    assert count > 6
-    assert_same(transcripts, converse_on(WHOLE)[1])
-    check_rows(state.experience, transcripts, scripts())
 
 
 def test_collectives_stay_within_a_row_shard_and_none_is_a_permute():

@@ -23,35 +23,6 @@ def nodes(tree):
     return sorted(found)
 
 
-def test_prompts_part_at_a_node_that_goes_when_one_of_them_does():
-    tree = PromptTree(3)
-    first = tree.add(ids(1, 2, 3))
-    tree.put(0, first, present=True)
-    assert nodes(tree) == [3]
-    second = tree.add(ids(1, 2, 4, 5))
-    tree.put(2, second, present=True)
-    assert nodes(tree) == [2, 3, 4]
-    assert tree.common(first).tolist() == [3, 0, 2]
-    assert tree.common(second).tolist() == [2, 0, 4]
-    tree.put(0, first, present=False)
-    tree.remove(first)
-    assert nodes(tree) == [4]
-    assert tree.common(second).tolist() == [0, 0, 4]
-
-
-def test_a_prompt_within_another_ends_at_a_node_of_its_own():
-    tree = PromptTree(2)
-    tree.put(0, tree.add(ids(1, 2, 3, 4)), present=True)
-    inside = tree.add(ids(1, 2))
-    assert tree.common(inside).tolist() == [2, 0], "looked for, and in no slot"
-    assert nodes(tree) == [2, 4]
-    again = tree.add(ids(1, 2))
-    tree.remove(inside)
-    assert again is inside and nodes(tree) == [2, 4], "it was added twice"
-    tree.remove(again)
-    assert nodes(tree) == [4]
-
-
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=8)
 
 

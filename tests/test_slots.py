@@ -69,11 +69,6 @@ def played():
     return scripts, state, transcripts
 
 
-def test_logprobs_are_those_of_a_full_forward_over_the_finished_row(played):
-    _, _, transcripts = played
-    check_logprobs(transcripts)
-
-
 def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
     """Cached decode against no cache at all: place by place, from the trainer's logits."""
     scripts, _, transcripts = played
@@ -106,11 +101,6 @@ def test_logprobs_under_the_model_are_those_of_the_untempered_full_forward():
         t.logprobs = written[scripts[slot].row, :length].tolist()
         assert not written[scripts[slot].row, length:].any()
     check_logprobs(transcripts)
-
-
-def test_the_rows_hold_what_the_host_saw_and_nothing_else(played):
-    scripts, state, transcripts = played
-    check_rows(state.experience, transcripts, scripts)
 
 
 def test_the_cache_after_many_turns_is_that_of_one_prefill(played):

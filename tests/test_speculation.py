@@ -5,15 +5,12 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.engine import decode_state
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.drafts import look_up
-from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, pack_inputs, unpack_outputs
+from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.sharding.layout import MeshShape
 from tests.support import engines
@@ -25,7 +22,6 @@ from tests.support.slots import (
     END,
     MAX_TOKENS,
     MODEL,
-    PAGE_SIZE,
     RULES,
     VOCAB,
     assert_same,
@@ -33,8 +29,6 @@ from tests.support.slots import (
     check_rows,
     converse,
     empty,
-    full_forward,
-    jitted_round,
     make_scripts,
     params,
     play_on_one_device,
@@ -158,59 +152,6 @@ def test_an_episode_is_the_same_whatever_shares_the_batch(plain):
             play, empty(), alone, turn_limits={0: LIMITS[slot]}, temperature={0: TEMPERATURE[slot]}
         )
         assert_same({0: plain[slot]}, transcripts)
-
-
-# What is sampled is what the model says, whatever is guessed.
-
-
-@pytest.mark.slow
-def test_pairs_of_tokens_come_as_often_as_the_model_says():
-    """2,048 draws of two tokens behind one prompt, against the product of their probabilities.
-
-    The prompt is what the model itself thinks likely, so that many first tokens stand in it, and
-    have a guess behind them.
-    """
-    number, length = 2048, 5
-    prompt = [3]
-    for _ in range(length - 1):
-        prompt.append(int(full_forward([prompt])[0, len(prompt) - 1].argmax()))
-    rules = RULES._replace(burst=2, ngram=1, draft=2)
-    play = jitted_round(MODEL, rules)
-    state = decode_state.empty_state(MODEL, number, number, 16, page_size=PAGE_SIZE)
-    ones = np.ones(number, np.int32)
-    inputs = RoundInputs(
-        chunk=np.tile(np.int32(prompt), (number, 1)),
-        count=length * ones,
-        restart=ones,
-        begin_turn=ones,
-        seed=np.arange(number),
-        row=np.arange(number),
-        sampling=sampling_rows(Sampling(), number),
-        version=0,
-    )
-    _, packed = play(params(), state, pack_inputs(inputs), jax.random.key(7))
-    report = unpack_outputs(np.asarray(packed), drafts=True)
-    behind = full_forward([[*prompt, token] for token in range(VOCAB)], VOCAB).astype(np.float64)
-    chances = np.exp(behind - np.logaddexp.reduce(behind, axis=-1, keepdims=True))
-    first, second = chances[0, length - 1], chances[:, length]
-    # Behind a first token that ends the turn nothing is said.
-    alive = report.tokens[:, 0] != END
-    expected = number * first[:, None] * second
-    expected[END] = 0
-    seen = np.zeros((VOCAB, VOCAB))
-    np.add.at(seen, tuple(report.tokens[alive, :2].T), 1)
-    many = expected >= 5
-    excess = ((seen - expected)[many] ** 2 / expected[many]).sum()
-    assert many.sum() > 30
-    assert abs(excess - many.sum()) < 4 * np.sqrt(2 * many.sum())
-    drafted = report.drafted > 0
-    assert drafted.sum() > number / 4
-    # Where the first guess is right, and is no end of a turn, the pass says one more.
-    rows = np.concatenate([np.tile(prompt, (number, 1)), report.tokens[:, :1]], axis=1)
-    guesses, _ = look_up(jnp.asarray(rows), jnp.full(number, length + 1), ngram=1, draft=2)
-    right = drafted & (report.tokens[:, 1] == np.asarray(guesses)[:, 0])
-    np.testing.assert_array_equal(report.count > 2, right & (report.tokens[:, 1] != END))
-    assert number / 20 < right.sum() < drafted.sum()
 
 
 # Meshes.
