@@ -10,8 +10,7 @@ import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config.combinations import OF_LEARNING, OF_MODEL, OF_SETTINGS, check_model
-from earl_jax.config.config import Config
-from earl_jax.config.file import with_setting
+from earl_jax.config.config import Config, with_setting
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.settings.errors import InputError

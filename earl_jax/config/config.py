@@ -8,6 +8,7 @@ in this run (idle.py).
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,13 @@ class Config:
         settings["env"]["args"] = self.env.all_args
         settings["model"] = {name: settings["model"][name] for name in MODEL_SETTINGS}
         return settings
+
+
+def with_setting(config: Any, names: Sequence[str], value: Any) -> Any:
+    """Returns the config with one value replaced; `names` are those of its path. Checks nothing."""
+    name, *rest = names
+    value = with_setting(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: value})
 
 
 def find_teacher(text: str) -> Checkpoint | None:

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from earl_jax.algorithms.algorithms import find_algorithm
-from earl_jax.config.config import Config
+from earl_jax.config.config import Config, with_setting
 from earl_jax.config.idle import idle_settings
 from earl_jax.config.names import meant_by
 from earl_jax.envs.registry import EnvConfig
@@ -294,13 +294,6 @@ def _without_idle(config: Config, given: Collection[str]) -> Config:
         for path, default in left:
             config = with_setting(config, path.split("."), default)
     return config
-
-
-def with_setting(config: Any, names: Sequence[str], value: Any) -> Any:
-    """Returns the config with one value replaced; `names` are those of its path. Checks nothing."""
-    name, *rest = names
-    value = with_setting(getattr(config, name), rest, value) if rest else value
-    return dataclasses.replace(config, **{name: value})
 
 
 def model_named(overrides: Sequence[str]) -> str:

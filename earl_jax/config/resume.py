@@ -7,8 +7,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from earl_jax.config.config import Config
-from earl_jax.config.file import with_setting
+from earl_jax.config.config import Config, with_setting
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
