@@ -256,7 +256,10 @@ class Slots:
         shards = (1, 2, 3, 4, 6, 12)[other % 6]
         before, gone = self.read(), [self.table.num_gone(s) for s in range(NUM_SLOTS)]
         idle = self.table._idle
-        pool = Pool(shards, max(self.table.least_pages(shards), 1) + number % 3)
+        least = self.table.least_pages(shards)
+        if self.table.pool.shards % shards == 0:
+            assert least <= self.table.pool.total // shards, "merging needs no more"
+        pool = Pool(shards, max(least, 1) + number % 3)
         self.table, source = self.table.regroup(pool)
         self.contents = np.where(source == NO_SOURCE, 0, self.contents[source]).reshape(-1)
         for each, found in enumerate(self.read()):
@@ -281,6 +284,8 @@ class Slots:
     def check(self, slot: int) -> None:
         """All that windows read is there, each page is held as often as it is listed, or free."""
         for each, tokens in enumerate(self.tokens):
+            pages = {page for own in self.pages(each) for page in own}
+            assert {page // self.table.pool.pages for page in pages} <= {self.table.shard(each)}
             needed = zip(self.table.num_gone(each), THREE_GROUPS.windows, strict=True)
             for gone, window in needed:
                 assert gone * 4 <= (max(0, tokens - window + 1) if window else 0)

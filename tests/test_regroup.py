@@ -1,18 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of slots whose row shards are merged or split: by hand, and of random tables.
+"""Pages of slots whose row shards are merged or split, by hand; random ones: test_layer_groups.py.
 
 Pages of 4 tokens; six slots, at first in two row shards of five pages.
 """
 
-import dataclasses
-
-import hypothesis
-import numpy as np
 import pytest
-from hypothesis import strategies as st
 
-from earl_jax.engine.pages import NO_SOURCE, PageTable, Pool
+from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.models.layer_groups import PageRule
 
 
@@ -64,88 +59,3 @@ def test_idle_slots_keep_their_prompts_where_pages_are_left(table):
     # Whoever plays there again is not idle any more.
     table.hold(0, 9)
     assert table.least_pages(2) == 4
-
-
-@dataclasses.dataclass
-class Model:
-    """A table beside the contents of its pages: each is what was put there first."""
-
-    table: PageTable
-    contents: np.ndarray
-    written: int = 0
-
-    def write(self, slot: int) -> None:
-        """Puts something new into each of the slot's pages that nobody else has."""
-        for page in rows(self.table)[slot]:
-            shard, own = divmod(page, self.table.pool.pages)
-            if self.table.holders()[shard][own] == 1 and not self.contents[page]:
-                self.written += 1
-                self.contents[page] = self.written
-
-    def clear_free(self) -> None:
-        """Sets the contents of pages that no slot holds to zero."""
-        held = np.array(self.table.holders()).reshape(-1)
-        self.contents[held == 0] = 0
-
-    def read(self) -> list[list[int]]:
-        """Returns the contents of every slot's pages."""
-        return [self.contents[row].tolist() for row in rows(self.table)]
-
-
-SHARDS = (1, 2, 3, 4, 6, 12)
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["hold", "keep", "begin", "end", "regroup"]),
-        st.integers(0, 11),
-        st.integers(0, 11),
-        st.integers(0, 20),
-    ),
-    max_size=40,
-)
-
-
-@hypothesis.settings(max_examples=150, deadline=None)
-@hypothesis.given(STEPS)
-def test_whatever_happens_slots_keep_their_contents(steps):
-    """Twelve slots; a step names a slot, another (or a number of shards), and tokens."""
-    table = PageTable(Pool(shards=2, pages=30), num_slots=12, rule=PageRule(4))
-    model = Model(table, np.zeros(60, np.int64))
-    for what, slot, other, tokens in steps:
-        table = model.table
-        shard = table.shard(slot)
-        if what == "hold" and table.missing(slot, tokens) <= table.num_free(shard):
-            table.hold(slot, tokens)
-        elif what in ("keep", "end"):
-            getattr(table, what)(slot, min(tokens, 4 * table.num_held(slot)))
-        elif what == "begin" and table.shard(other) == shard:
-            # Whole pages: none is copied.
-            table.begin(slot, other, min(tokens // 4, table.num_held(other)) * 4)
-            table.end_round()
-        elif what == "regroup":
-            regrouped(model, SHARDS[other % 6], tokens % 3)
-        model.clear_free()
-        model.write(slot)
-
-
-def regrouped(model: Model, shards: int, spare: int) -> None:
-    """Moves the model to so many row shards; checks everything that must hold."""
-    table, before = model.table, model.read()
-    idle = table._idle
-    least = table.least_pages(shards)
-    pool = Pool(shards, max(least, 1) + spare)
-    if table.pool.shards % shards == 0:
-        assert least <= table.pool.total // shards, "merging needs no more"
-    after, source = table.regroup(pool)
-    old = model.contents
-    model.table = after
-    model.contents = np.where(source == NO_SOURCE, 0, old[source]).reshape(-1)
-    for slot, found in enumerate(model.read()):
-        assert found == before[slot] or (slot in idle and found == [])
-    counted = np.zeros(pool.total, int)
-    for slot, row in enumerate(rows(after)):
-        assert {page // pool.pages for page in row} <= {slot // (12 // shards)}
-        np.add.at(counted, row, 1)
-    assert counted.reshape(pool).tolist() == after.holders()
-    assert [after.num_free(s) for s in range(shards)] == (counted.reshape(pool) == 0).sum(
-        1
-    ).tolist()
