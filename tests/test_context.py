@@ -11,14 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.dispatch.weights import publish
 from earl_jax.models.attention import splash
 from earl_jax.models.attention.folding import fold, unfold
 from earl_jax.models.attention.kernels import Kernel, attend_rows, context_obstacle
 from earl_jax.models.attention.rows import part_length
 from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.models.engine_parameters import engine_shapes, engine_specs
 from earl_jax.models.lora_config import LoraConfig
+from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.sharding.reshard import reshard
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import TrainState, init_state, state_shapes, state_shardings
 from earl_jax.train.step import read_metrics
@@ -332,3 +336,24 @@ def test_parameters_are_cut_over_context_as_over_fsdp():
     shapes = state_shapes(GEMMA, PLAIN, VOCAB)
     other = state_shardings(GEMMA, PLAIN, VOCAB, layout_of("fsdp=4,tensor=2"))
     assert resident_bytes(shapes, where) == resident_bytes(shapes, other)
+
+
+def test_train_state_moves_to_a_mesh_without_context_and_back():
+    """Parameters and moments, from device to device; and the policy to an engine's layout."""
+    state, _ = placed_on("gemma", layout_of("context=4,tensor=2"))
+    there = state_shardings(GEMMA, PLAIN, VOCAB, layout_of("data=2,fsdp=4"))
+    back = jax.tree.map(lambda leaf: leaf.sharding, state)
+    moved = reshard(state, there)
+    assert jax.tree.map(lambda leaf: leaf.sharding, moved) == there
+    home = reshard(moved, back)
+    jax.tree.map(np.testing.assert_array_equal, home, first_state("gemma"))
+    engine = make_layout(MeshShape(data=4, tensor=2))
+    specs = engine_specs(GEMMA, VOCAB, "compute")
+    shapes = engine_shapes(specs, "float32")
+    got = publish(
+        home.params,
+        shapes,
+        jax.tree.map(lambda s: engine.parameters(s.axes), specs, is_leaf=is_spec),
+    )
+    expected = unstack_layers(first_state("gemma").params, GEMMA.num_layers)
+    jax.tree.map(np.testing.assert_array_equal, got.params, expected)
