@@ -460,6 +460,43 @@ def test_run_whose_table_was_poisoned_for_its_best_mesh_finds_back_within_ten_st
     assert sum(a != b for a, b in itertools.pairwise(seen)) <= 1
 
 
+@pytest.mark.parametrize("start", [None, D4T2], ids=["anew", "resumed"])
+@pytest.mark.parametrize("others", [(), (D2T4, T8)], ids=len)
+@pytest.mark.parametrize("advantage", [1.15, 1.3, 1.5, 1.9])
+@pytest.mark.parametrize("model", [1.0, 1 / 1.2, 1 / 1.35, 1 / 1.5])
+@pytest.mark.parametrize("poison", [1.3, 1.5, 3.0])
+def test_best_mesh_whose_kept_speed_is_too_low_is_found_again_where_the_model_ranks_it_no_higher(
+    advantage, others, start, model, poison
+):
+    """Too low for the model: by more than its error. By an empty table it would be tried, too.
+
+    In any case there is no storm: at most one switch to the mesh, and one back.
+    """
+    true = {D8: 150.0 * advantage, D4T2: 150.0, D2T4: 50.0, T8: 40.0}
+    computed = {D8: 300.0 * model, D4T2: 300.0, D2T4: 100.0, T8: 80.0}
+    table = observed(ThroughputTable(), D8, true[D8] / poison)
+    for mesh in (D4T2, *others):
+        table = observed(table, mesh, true[mesh])
+    seen = simulate(hand_problem({F8: 1e6}, computed), table, true, 30, tries=True, start=start)
+    if poison * model > MODEL_ERROR * advantage and model * MODEL_ERROR > 1.1:
+        assert set(seen[9:]) == {D8}
+    assert set(seen) <= {D8, D4T2} and sum(a != b for a, b in itertools.pairwise(seen)) <= 2
+
+
+@pytest.mark.parametrize(("slower", "times"), [(1.2, 0), (1.45, 0), (1.6, TRUSTED), (3.0, TRUSTED)])
+def test_slow_mesh_is_run_again_only_if_that_contradicts_the_model_by_more_than_its_error(
+    slower, times
+):
+    """For three steps of each run; the model holds all meshes for equally fast."""
+    true = {D8: 150.0 / slower, D4T2: 150.0, D2T4: 150.0 / 1.05}
+    problem, table = hand_problem({F8: 1e6}, dict.fromkeys(true, 300.0)), ThroughputTable()
+    for mesh, speed in true.items():
+        table = observed(table, mesh, speed)
+    for start in (None, D4T2):
+        seen = simulate(problem, table, true, 40, tries=True, start=start)
+        assert (seen.count(D8), seen.count(D2T4), seen[-1]) == (times, 0, D4T2)
+
+
 def test_mesh_that_the_model_wrongly_prefers_costs_three_steps_of_a_run():
     """One to compile and two to trust what the kept table says already."""
     true = {D8: 65.0, D4T2: 150.0}

@@ -391,16 +391,21 @@ class Candidates:
         factors, speeds = self._factors[plan.stage], self.speeds_of(plan, tokens)
         if not factors:
             return computed, False
-        own, usual = factors.get(plan.mesh), factors[None]
+        own, usual, error = factors.get(plan.mesh), factors[None], self.model_error
+        expected = computed * factors.get((plan.mesh, tokens), own or usual)
         if speeds:
-            least = 0.0 if len(speeds) >= TRUSTED else computed * (own or usual)
-            return max(statistics.median(speeds), least), False
+            speed = statistics.median(speeds)
+            if len(speeds) >= TRUSTED:
+                return speed, False
+            if self.may_try is not None and speed * error < expected:
+                return expected * error, True
+            return max(speed, expected), False
         if own:
-            return computed * factors.get((plan.mesh, tokens), own), False
+            return expected, False
         if self.may_try is not None and self._ran[plan.stage, tokens] <= TRIALS:
             if self.may_try(key_of(plan, tokens)):
-                return computed * usual * self.model_error, True
-        return computed * usual / self.model_error, False
+                return expected * error, True
+        return expected / error, False
 
     @functools.cached_property
     def _observed(self) -> list[tuple[Plan, int, bool, float]]:

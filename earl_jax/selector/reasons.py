@@ -34,7 +34,7 @@ def reason_of(
     if current is None or plan.mesh == current.mesh:
         verb = "starts" if current is None else "stays"
         speed = f"{chosen.tokens_per_s:,.0f} tokens/s"
-        speed += " observed" if chosen.num_speeds else " computed"
+        speed += " observed" if chosen.num_speeds and not chosen.is_trial else " computed"
         return f"{verb} on {plan.words(current)} (context {tokens}, {size}; {speed})"
     if stays is None or stays.plan.mesh != current.mesh:
         why = _why_left(candidates, current, tokens, least=True)
@@ -42,7 +42,8 @@ def reason_of(
     why = f"context {tokens}, {size}"
     if key_of(stays.plan, tokens) != key_of(current, tokens):
         why = _why_left(candidates, current, tokens, least=False)
-    tried = "never ran, tried: at best " if chosen.is_trial else ""
+    tried = f"{'was slow' if chosen.num_speeds else 'never ran'}, tried: at best "
+    tried *= chosen.is_trial
     instead = stays.plan.words(current)
     against = "" if instead == str(current.mesh) else f" against {instead}"
     return f"{current.mesh} -> {plan.words()} ({why}; {tried}{percent(gain)} tokens/s{against})"
