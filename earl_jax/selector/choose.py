@@ -315,11 +315,11 @@ def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[Decision]
     slower by the hysteresis unless both plans in use fit.
     """
     problem, before = candidates.problem, current.train
-    trains, found = list[tuple[bool, int, Decision]](), list[tuple[int, Decision]]()
+    trains, found = list[tuple[bool, int, Candidate, Decision]](), list[tuple[int, Decision]]()
     for index, alone in enumerate(_trains(candidates, step, before, problem.budget)):
-        is_elsewhere = before is None or alone.train is None or alone.train.plan.mesh != before.mesh
-        trains.append((is_elsewhere, index, alone))
-    plans = [alone.train.plan for *_, alone in trains if alone.train]
+        (train,) = alone.choices
+        trains.append((before is None or train.plan.mesh != before.mesh, index, train, alone))
+    plans = [train.plan for *_, train, _ in trains]
     residents = {key for plan in plans for key in _residents(candidates, plan, step.length)}
 
     def best(resident: int, offload: bool) -> list[Decision]:
@@ -331,9 +331,8 @@ def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[Decision]
     beside = _search(best, residents)
     least_s, margin = math.inf, TIE if before is None else HYSTERESIS
     # Those on the mesh in use first.
-    for is_elsewhere, index, alone in sorted(trains, key=lambda each: (each[0], each[2].cost_s)):
-        train = alone.train
-        assert train is not None
+    by_cost = sorted(trains, key=lambda each: (each[0], each[3].cost_s))
+    for is_elsewhere, index, train, alone in by_cost:
         for resident, offload in _residents(candidates, train.plan, step.length):
             away_s = problem.offload_s(train.plan.mesh) if offload else 0.0
             left_s = (1.0 + margin) * least_s - alone.cost_s - away_s
