@@ -107,9 +107,8 @@ def on_both(candidates: Candidates, cell: Cell) -> dict[str, Candidate[RolloutPl
     """Returns both meshes with a cell's responses in each row shard, by mesh."""
     problem, found = candidates.problem, {}
     for mesh in problem.meshes("rollout"):
-        slots = cell.responses * mesh.data
-        each = candidates.rollouts(cell.context, None, problem.budget, num_slots=slots)
-        found |= {str(mesh): candidate for candidate in each if candidate.plan.mesh == mesh}
+        plan = RolloutPlan(mesh, cell.responses * mesh.data, 0)
+        found[str(mesh)] = candidates.rollout(plan, cell.context, None, problem.budget)
     return found
 
 

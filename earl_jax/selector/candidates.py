@@ -159,28 +159,26 @@ class Candidates:
         free: float,
         *,
         offload: bool = False,
-        num_slots: int | None = None,
     ) -> list[Candidate[RolloutPlan]]:
         """Returns one plan of each mesh for a rollout in `free` bytes of a device.
 
-        It has the most slots that fit, or as many as given, and all pages that fit then; the fewest
-        of both where nothing does. Where all meshes that fit gather pages, for waiting episodes
-        too, it has the slots that are fastest.
+        It has the most slots that fit, and all pages that fit then; the fewest of both where
+        nothing does. Where all meshes that fit gather pages, for waiting episodes too, it has the
+        slots that are fastest.
         """
         problem, found = self.problem, list[Candidate[RolloutPlan]]()
 
         def ways(mesh: MeshShape) -> Iterator[Candidate[RolloutPlan]]:
-            for slots in problem.slot_numbers(mesh) if num_slots is None else (num_slots,):
+            for slots in problem.slot_numbers(mesh):
                 plan = RolloutPlan(mesh, slots, 0, offload)
-                yield self._rollout(plan, max_tokens, cache_tokens, free)
+                yield self.rollout(plan, max_tokens, cache_tokens, free)
 
         for mesh in problem.meshes("rollout", max_tokens):
-            if num_slots is None or num_slots % mesh.data == 0:
-                # The first that fits, or the last.
-                for candidate in ways(mesh):
-                    if candidate.fits(free):
-                        break
-                found.append(candidate)
+            # The first that fits, or the last.
+            for candidate in ways(mesh):
+                if candidate.fits(free):
+                    break
+            found.append(candidate)
         in_place = functools.partial(reads_in_place, problem.hardware, problem.work)
         if any(in_place(candidate.plan.mesh) for candidate in found if candidate.fits(free)):
             return found
@@ -208,9 +206,9 @@ class Candidates:
                 continue
             plan, sizes = live._replace(mesh=mesh, pages=0), (max_tokens, cache_tokens, free)
             beside = pool if mesh == live.mesh else weights + 2 * pool
-            moved = self._rollout(plan, *sizes, beside)
+            moved = self.rollout(plan, *sizes, beside)
             if mesh == live.mesh and live.pages >= least:
-                stays, pages = self._rollout(live, *sizes), moved.plan.pages
+                stays, pages = self.rollout(live, *sizes), moved.plan.pages
                 over = stays.num_bytes + stays.margin - free
                 if not stays.is_exact and 0 < over <= ERROR * stays.num_bytes:
                     stays = stays._replace(num_bytes=int(free), margin=0)
@@ -241,7 +239,7 @@ class Candidates:
 
         return functools.cache(bare)
 
-    def _rollout(
+    def rollout(
         self,
         plan: RolloutPlan,
         max_tokens: int,
@@ -307,7 +305,7 @@ class Candidates:
             return None
         if isinstance(plan, RolloutPlan):
             slots = self.problem.slot_numbers(plan.mesh)[-1] if least else plan.num_slots
-            return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, 0.0)
+            return self.rollout(plan._replace(num_slots=slots, pages=0), tokens, None, 0.0)
         every = self.problem.train_plans(tokens) if least else [plan]
         ways = [way for way in every if way.mesh == plan.mesh]
         ways = [way for way in ways if plan.remat == "offload" or way.remat != "offload"]
