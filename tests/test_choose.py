@@ -463,12 +463,12 @@ def test_run_whose_table_was_poisoned_for_its_best_mesh_finds_back_within_ten_st
 @pytest.mark.parametrize("start", [None, D4T2], ids=["anew", "resumed"])
 @pytest.mark.parametrize("others", [(), (D2T4, T8)], ids=len)
 @pytest.mark.parametrize("advantage", [1.15, 1.3, 1.5, 1.9])
-@pytest.mark.parametrize("model", [1.0, 1 / 1.2, 1 / 1.35, 1 / 1.5])
+@pytest.mark.parametrize("model", [1.2, 1.0, 1 / 1.2, 1 / 1.35, 1 / 1.5])
 @pytest.mark.parametrize("poison", [1.3, 1.5, 3.0])
-def test_best_mesh_whose_kept_speed_is_too_low_is_found_again_where_the_model_ranks_it_no_higher(
+def test_best_mesh_whose_kept_speed_is_too_low_is_found_again_as_the_page_says(
     advantage, others, start, model, poison
 ):
-    """Too low for the model: by more than its error. By an empty table it would be tried, too.
+    """Where the model prefers it, or its speed is too low for the model by more than its error.
 
     In any case there is no storm: at most one switch to the mesh, and one back.
     """
@@ -478,7 +478,8 @@ def test_best_mesh_whose_kept_speed_is_too_low_is_found_again_where_the_model_ra
     for mesh in (D4T2, *others):
         table = observed(table, mesh, true[mesh])
     seen = simulate(hand_problem({F8: 1e6}, computed), table, true, 30, tries=True, start=start)
-    if poison * model > MODEL_ERROR * advantage and model * MODEL_ERROR > 1.1:
+    doubted = poison * model > MODEL_ERROR * advantage
+    if model > 1.1 or (doubted and model * MODEL_ERROR > 1.1):
         assert set(seen[9:]) == {D8}
     assert set(seen) <= {D8, D4T2} and sum(a != b for a, b in itertools.pairwise(seen)) <= 2
 
