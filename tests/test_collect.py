@@ -546,7 +546,8 @@ def test_shared_beginnings_of_prompts_are_prefilled_once(pool, mesh, copies, mon
     assert shared.stats.rounds < alone.stats.rounds
 
 
-def test_environment_at_work_delays_no_other_episode(pool, games):
+@pytest.mark.parametrize("patience_s", [0.0, "auto"])
+def test_environment_at_work_delays_no_other_episode(pool, games, patience_s):
     """The first episode's environment answers when all others are over, and not before."""
     others_over = threading.Event()
     over = []
@@ -562,7 +563,7 @@ def test_environment_at_work_delays_no_other_episode(pool, games):
     def make(task):
         return Watched(task, wait) if task.episode == 0 else Watched(task, lambda: None, count)
 
-    rollout = collect(pool, tasks(40), make, patience_s=0.0)
+    rollout = collect(pool, tasks(40), make, patience_s=patience_s)
     check_rows(rollout, 40)
     assert_same_episodes(games.trajectories, rollout.trajectories)
     assert rollout.stats.rollout_tokens == games.stats.rollout_tokens

@@ -13,6 +13,7 @@ import pytest
 
 from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import EnvironmentPool, Failure
+from earl_jax.envs.round_wait import RoundWait
 from tests.support import run_python, wait_until
 
 
@@ -183,6 +184,37 @@ def test_a_slow_call_is_waited_for_once(released):
     assert time.monotonic() - began < patience_s
     released.set()
     assert calls.take(at_least_one=True) == {"slow": True}
+    pool.close()
+
+
+def test_quick_calls_are_waited_for_together():
+    pool = EnvironmentPool(4, timeout_s=60.0)
+    calls = pool.calls()
+    calls.submit({number: lambda: time.sleep(0.05) for number in range(8)})
+    assert len(calls.take(RoundWait(round_s=60.0, num_working=4))) == 8
+    pool.close()
+
+
+def test_a_slow_call_is_waited_for_once_and_the_next_one_of_its_key_not_at_all(released):
+    pool = EnvironmentPool(4, timeout_s=60.0)
+    calls, began = pool.calls(), time.monotonic()
+    calls.submit({"slow": released.wait, "quick": lambda: 1, "other": lambda: 2})
+    # 0.9 at stake, and then at most 0.3 of three slots.
+    assert calls.take(RoundWait(round_s=0.3, num_working=1)) == {"quick": 1, "other": 2}
+    assert calls.take(RoundWait(round_s=60.0, num_working=1)) == {}
+    calls.take(RoundWait(round_s=0.1, num_working=1))
+    time.sleep(0.1)
+    released.set()
+    assert calls.take(at_least_one=True) == {"slow": True}
+    released.clear()
+    calls.submit({"slow": released.wait, "quick": lambda: 3})
+    assert calls.take(RoundWait(round_s=60.0, num_working=1)) == {"quick": 3}
+    released.set()
+    assert calls.take(RoundWait(round_s=60.0, num_working=0), at_least_one=True) == {"slow": True}
+    # That took less than a round of 60 s: it is waited for again.
+    calls.submit({"slow": lambda: time.sleep(0.1)})
+    assert calls.take(RoundWait(round_s=60.0, num_working=1)) == {"slow": None}
+    assert time.monotonic() - began < 30
     pool.close()
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -78,7 +78,7 @@ class Script:
     temperature: float = 1.0
     env_ms: float = 0.0
     slow_ms: float = 0.0
-    patience_ms: float = 30.0
+    patience_s: float | Literal["auto"] = "auto"
 
     @staticmethod
     def parse(job: dict[str, Any]) -> "Script":
@@ -173,7 +173,7 @@ class Player:
             episodes_per_step=number,
             chunk_size=CHUNK_SIZE,
             burst=BURST,
-            patience_s=script.patience_ms / 1000,
+            patience_s=script.patience_s,
             context_buckets=CONTEXT_BUCKETS,
             page_size=PAGE_SIZE,
         )

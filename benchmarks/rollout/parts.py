@@ -238,7 +238,7 @@ def waiting(bench: Bench) -> None:
     for slots in sizes.waiting_slots:
         for env_ms in sizes.env_ms:
             # A round that waits for the slowest would have nobody go on meanwhile.
-            options = {"env_ms": env_ms, "patience_ms": 1.0}
+            options = {"env_ms": env_ms, "patience_s": 0.001}
             found = take_turns(
                 [_play(bench, _script(messages, lengths, slots, **options))], bench.repeats
             )

@@ -9,16 +9,18 @@ import collections
 import ctypes
 import dataclasses
 import functools
+import math
 import queue
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, Generic, TypeVar
 
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
 from earl_jax.envs.event_loop import Awaits, EventLoop, Overdue, Waiting
+from earl_jax.envs.round_wait import RoundWait
 from earl_jax.settings.errors import InputError, RunError, where_raised
 
 K = TypeVar("K", bound=Hashable)
@@ -26,6 +28,8 @@ T = TypeVar("T")
 
 # A caller that waits for calls looks around so often.
 _LOOK_S = 1.0
+# So many keys of slow calls are remembered.
+_MOST_SLOW = 10_000
 # A thread that was given up is asked to end this long after, and so often.
 _END_S = 1.0
 
@@ -239,6 +243,10 @@ class Calls(Generic[K, T]):
         self._outcomes: dict[K, T | Failure] = {}
         # When the calls under way were submitted.
         self._since: dict[K, float] = {}
+        # Those submitted since the last `take`; and those whose last call took longer than a round.
+        self._new: set[K] = set()
+        self._slow: set[K] = set()
+        self._round_s = math.inf
         # Workers wake the caller for the first outcome, or the last one that it waits for.
         self._one_is_enough = False
         self._waited_for: set[K] = set()
@@ -248,14 +256,19 @@ class Calls(Generic[K, T]):
         with self._changed:
             self._todo.extend(calls.items())
             self._since |= dict.fromkeys(calls, time.monotonic())
+            self._new |= calls.keys()
         self._pool.wake(self, len(calls))
 
-    def take(self, wait_s: float = 0.0, *, at_least_one: bool = False) -> dict[K, T | Failure]:
-        """Returns the finished outcomes, after waiting for each call up to `wait_s` from its start.
+    def take(
+        self, wait: float | RoundWait = 0.0, *, at_least_one: bool = False
+    ) -> dict[K, T | Failure]:
+        """Returns the finished outcomes, after waiting for others.
 
-        So a slow call is waited for once, and not again at each look; it starts with `submit`. With
-        `at_least_one` the first outcome is waited for without that limit (a hung call fails after
-        the pool's `timeout_s`), unless no call is under way.
+        Each call is waited for once, so that a slow one does not hold up each `take`: up to `wait`
+        seconds from `submit` on, or, with a RoundWait, in the first `take` behind `submit`, unless
+        the last call with this key took longer than a round. With `at_least_one` the first outcome
+        is waited for without a limit (a hung call fails after the pool's `timeout_s`), unless no
+        call is under way.
 
         Raises RunError where calls hang, and the process may start no more threads.
         """
@@ -265,21 +278,33 @@ class Calls(Generic[K, T]):
             with self._changed:
                 now = time.monotonic()
                 under_way = self._since.keys() - self._outcomes.keys()
-                deadlines = {key: self._since[key] + wait_s for key in under_way}
-                self._waited_for = {key for key, at in deadlines.items() if at > now}
+                self._waited_for, until = self._to_wait_for(wait, under_way, now)
                 enough = bool(self._outcomes) or not at_least_one
                 if (enough and not self._waited_for) or not under_way:
                     self._one_is_enough, self._waited_for = False, set()
                     outcomes, self._outcomes = self._outcomes, {}
                     for key in outcomes:
                         del self._since[key]
+                    self._new.clear()
                     return outcomes
-                self._one_is_enough = not enough
-                until = min(self._next_overdue(), now + _LOOK_S)
-                if enough:
-                    until = min(until, max(deadlines.values()))
-                self._changed.wait(max(0.0, until - now))
+                # Each outcome shortens a RoundWait.
+                self._one_is_enough = not enough or isinstance(wait, RoundWait)
+                look_at = min(self._next_overdue(), now + _LOOK_S)
+                self._changed.wait(max(0.0, (min(until, look_at) if enough else look_at) - now))
             self._look()
+
+    def _to_wait_for(
+        self, wait: float | RoundWait, under_way: Set[K], now: float
+    ) -> tuple[set[K], float]:
+        """Returns the calls to wait for now, and until when; none where the wait is over."""
+        if isinstance(wait, RoundWait):
+            self._round_s = wait.round_s
+            awaited = (self._new - self._slow) & under_way
+            left_s = wait.left_s(now, len(awaited), len(self._outcomes))
+            return (awaited if left_s > 0 else set()), now + left_s
+        deadlines = {key: self._since[key] + wait for key in under_way}
+        awaited = {key for key, at in deadlines.items() if at > now}
+        return awaited, max(deadlines.values(), default=now)
 
     def poll(self, polls: Mapping[K, Callable[[], str | None]]) -> dict[K, str]:
         """Returns what these return now, in their order, but for None."""
@@ -309,6 +334,7 @@ class Calls(Generic[K, T]):
                     self._awaited[outcome] = key
                 else:
                     self._outcomes[key] = outcome
+                    self._note_speed(key)
                     is_last = self._waited_for == {key}
                     self._waited_for.discard(key)
                     if self._one_is_enough or is_last:
@@ -316,6 +342,16 @@ class Calls(Generic[K, T]):
             if isinstance(outcome, Awaits):
                 go_on = functools.partial(self._go_on, outcome)
                 self._pool.run_coroutine(Waiting(outcome, took_s, go_on))
+
+    def _note_speed(self, key: K) -> None:
+        """Notes whether a call that has ended took longer than a round."""
+        if time.monotonic() - self._since[key] < self._round_s:
+            self._slow.discard(key)
+            return
+        if len(self._slow) == _MOST_SLOW:
+            # Nobody says which keys come no more.
+            self._slow.clear()
+        self._slow.add(key)
 
     def _next(self) -> tuple[K, Callable[[], T], float] | None:
         """Returns a call to make and the seconds that it has taken, one that was begun first."""

@@ -26,6 +26,7 @@ from earl_jax.envs.environment import (
 )
 from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import Failure
+from earl_jax.envs.round_wait import RoundWait
 from earl_jax.envs.text.chat_template import Content
 from earl_jax.envs.text.conversation import Conversation, Observation
 from earl_jax.rollout.config import RolloutConfig
@@ -68,7 +69,7 @@ class Answers(Protocol):
         ...
 
     def take(
-        self, wait_s: float = 0.0, *, at_least_one: bool = False
+        self, wait: float | RoundWait = 0.0, *, at_least_one: bool = False
     ) -> dict[int, Answer | Failure]:
         """Returns the finished outcomes, see `envs.pool.Calls.take`."""
         ...
@@ -86,7 +87,7 @@ class NoCalls:
         assert not calls, "a service without environments plays prompts alone"
 
     def take(
-        self, wait_s: float = 0.0, *, at_least_one: bool = False
+        self, wait: float | RoundWait = 0.0, *, at_least_one: bool = False
     ) -> dict[int, Answer | Failure]:
         """Returns no outcomes, at once."""
         return {}

@@ -115,10 +115,13 @@ class RolloutConfig:
     above 0 each of these also scores so many drafted tokens: those that followed the episode's last
     few ids before (speculative decoding by prompt lookup, drafts.py). Tokens and their distribution
     are those without drafts; log-probs differ in rounding, because a pass over more tokens adds up
-    in another order. The effect is logged as `draft_acceptance` and `tokens_per_pass`. A round goes
-    without the episodes whose environments take longer than `patience_s` seconds, which are waited
-    for once in a call: their speed decides who takes part in which round, never an episode's
-    tokens.
+    in another order. The effect is logged as `draft_acceptance` and `tokens_per_pass`. A round waits
+    for the answers of environments, for each call once and up to `patience_s` seconds, and goes
+    without the episodes whose environments take longer. "auto": while the slots that have work lose
+    less by the wait than the others would by missing the round (envs/round_wait.py); without a
+    bound where no slot has work. It does not wait for an environment whose last call took longer
+    than a round. The speed of environments decides who takes part in which round, never an
+    episode's tokens.
 
     **Order.** Where a step has more episodes than there are slots, `order` is that in which they
     begin. "fifo": in the order of their tasks. "longest": of a step's, first one of each group,
@@ -174,7 +177,7 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     unfinished_reward: float = -1.0
-    patience_s: float = 0.03
+    patience_s: float | Literal["auto"] = "auto"
     order: Order = "fifo"
     context_buckets: tuple[int, ...] = (1024, 2048, 4096, 8192)
     page_size: int = 0
@@ -222,10 +225,10 @@ class RolloutConfig:
                 f"config.rollout.unfinished_reward is {self.unfinished_reward}; it must be finite "
                 "in float32"
             )
-        if not 0 <= self.patience_s < math.inf:
+        if self.patience_s != "auto" and not 0 <= self.patience_s < math.inf:
             raise InputError(
                 f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
-                "at least 0"
+                "at least 0, or 'auto'"
             )
         if not 0 <= self.preemption_host_gib < math.inf:
             raise InputError(

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_jax.envs.pool import Failure
+from earl_jax.envs.round_wait import RoundWait
 from earl_jax.rollout.answers import Answer, Answers, ticket_of
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.atomic import sync
@@ -185,11 +186,11 @@ class _Recorded:
         self._inner.submit(calls)
 
     def take(
-        self, wait_s: float = 0.0, *, at_least_one: bool = False
+        self, wait: float | RoundWait = 0.0, *, at_least_one: bool = False
     ) -> dict[int, Answer | Failure]:
         call = self._events.next_call()
         if not self._events.is_replay:
-            found = self._inner.take(wait_s, at_least_one=at_least_one)
+            found = self._inner.take(wait, at_least_one=at_least_one)
         else:
             found = self._replayed(call, at_least_one)
         if found:

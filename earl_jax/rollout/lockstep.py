@@ -19,6 +19,7 @@ from typing import Any
 
 from earl_jax.envs.environment import Environment, Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool, Failure
+from earl_jax.envs.round_wait import RoundWait
 from earl_jax.launch.cluster import Cluster
 from earl_jax.rollout.answers import Answer, Answers
 from earl_jax.rollout.end import Stopped
@@ -85,14 +86,14 @@ class Lockstep:
             self._calls |= calls
 
     def take(
-        self, wait_s: float = 0.0, *, at_least_one: bool = False
+        self, wait: float | RoundWait = 0.0, *, at_least_one: bool = False
     ) -> dict[int, Answer | Failure]:
         """Returns the outcomes that the first process has taken, in its order, in every process.
 
         Raises Stopped where a process has a signal to stop.
         """
         if self._own is not None:
-            taken = self._own.take(wait_s, at_least_one=at_least_one)
+            taken = self._own.take(wait, at_least_one=at_least_one)
             outcomes = self._exchange([[key, _as_json(taken[key])] for key in taken])
             return {key: _with_result(taken[key], words) for key, words in outcomes}
         while (outcomes := self._exchange(None)) is None:

@@ -19,6 +19,7 @@ from earl_jax.rollout.row_pool import RowPool
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.settings.errors import RunError
 
+_GUESSED_ROUND_S = 0.03
 # on_tokens(ticket, tokens): called with what an episode sampled in a round.
 OnTokens = Callable[[int, NewTokens], None]
 
@@ -75,6 +76,9 @@ class Rounds:
         self._turns = list(range(len(slots)))
         # Programs that ran, and the engine that ran first.
         self._seen: set[Any] = set()
+        # About the seconds of a round without a compilation: a mean in which the last one counts a
+        # half, and the guess of the beginning soon nothing.
+        self.round_s = _GUESSED_ROUND_S
         self._first_engine: Engine | None = None
 
     def change_engine(self) -> None:
@@ -218,8 +222,10 @@ class Rounds:
         seconds = time.perf_counter() - start_s
         # A speed is that of the plan that the rollout began with.
         self._first_engine = self._first_engine or engine
-        if program in self._seen and engine is self._first_engine:
-            stats.count_round(outputs, seconds)
+        if program in self._seen:
+            self.round_s = (self.round_s + seconds) / 2
+            if engine is self._first_engine:
+                stats.count_round(outputs, seconds)
         self._seen.add(program)
         stats.count_steps(outputs, engine.layout.num_row_shards)
         stats.count_drafts(outputs)

@@ -23,6 +23,7 @@ from earl_jax.engine.engine import Policy, Session
 from earl_jax.engine.rows import make_rows
 from earl_jax.envs.environment import NONFINITE_LOGITS, REPLIED, Environment
 from earl_jax.envs.pool import EnvironmentPool, Failure
+from earl_jax.envs.round_wait import RoundWait
 from earl_jax.envs.text.conversation import Completion, Conversation
 from earl_jax.rollout.answers import Answer, NoCalls, begin, take_answer
 from earl_jax.rollout.block_manager import BlockManager, Grow
@@ -471,10 +472,10 @@ class RolloutService:
 
     def _take_answers(self) -> None:
         """Takes environments' answers within the patience; waits on while no slot has work."""
-        start_s, patience_s = time.perf_counter(), self._config.patience_s
+        start_s = time.perf_counter()
         waits_on = any(self._slots)
         while waits_on:
-            answers = self._calls.take(patience_s, at_least_one=self._is_idle())
+            answers = self._calls.take(self._patience(), at_least_one=self._is_idle())
             for slot, episode in enumerate(self._slots if answers else ()):
                 if episode is not None and episode.ticket in answers:
                     self._take_answer(slot, episode, answers[episode.ticket])
@@ -484,6 +485,14 @@ class RolloutService:
             self._blocks.resume()
             waits_on = refilled or (any(self._slots) and self._is_idle())
         self._stats.env_wait_s += time.perf_counter() - start_s
+
+    def _patience(self) -> float | RoundWait:
+        """Returns the wait for answers before the next round."""
+        patience_s = self._config.patience_s
+        if patience_s != "auto":
+            return patience_s
+        num_working = sum([e is not None and e.has_work for e in self._slots])
+        return RoundWait(self._rounds.round_s, num_working)
 
     def _is_idle(self) -> bool:
         """Returns whether a round would have nothing to do."""
