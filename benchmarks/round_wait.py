@@ -28,6 +28,7 @@ KINDS: dict[str, Callable[[random.Random, int, float], float]] = {
     "equally slow": lambda rng, slot, length_s: length_s * rng.uniform(0.9, 1.1),
     "exponential": lambda rng, slot, length_s: rng.expovariate(1 / length_s),
     "one slow": lambda rng, slot, length_s: length_s if slot == 0 else 1e-4,
+    "quick": lambda rng, slot, length_s: 1e-4,
     "half slow": lambda rng, slot, length_s: length_s if slot % 2 else 1e-4,
 }
 
@@ -85,7 +86,8 @@ def turns_a_s(
 def cells() -> Iterator[dict[str, Any]]:
     """Yields for each case the turns a second over those of the best patience."""
     names = ("round_s", "slots", "rounds a turn", "environments", "their s")
-    for case in itertools.product(ROUNDS_S, SLOTS, TURNS, KINDS, LENGTHS_S):
+    kinds = [kind for kind in KINDS if kind != "quick"]
+    for case in itertools.product(ROUNDS_S, SLOTS, TURNS, kinds, LENGTHS_S):
         found = {each: turns_a_s(each, *case) for each in PATIENCE}
         best = max(found.values())
         yield dict(zip(names, case, strict=True)) | {p: found[p] / best for p in PATIENCE}
@@ -103,6 +105,16 @@ def summary(every: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield line
 
 
+def one_slow() -> Iterator[dict[str, Any]]:
+    """Yields the turns a second of 8 slots, one with a slow environment, over those of 7 alone."""
+    for round_s, turn in itertools.product(ROUNDS_S, TURNS):
+        line: dict[str, Any] = {"round_s": f"{round_s}", "rounds a turn": turn}
+        for each in PATIENCE:
+            slow = turns_a_s(each, round_s, 8, turn, "one slow", 1.0)
+            line[f"{each}"] = f"{slow / turns_a_s(each, round_s, 7, turn, 'quick', 1.0):.2f}"
+        yield line
+
+
 def main() -> None:
     """Simulates all cases, and prints the tables."""
     args = parser_of(__doc__).parse_args()
@@ -111,6 +123,7 @@ def main() -> None:
     worst = sorted((e for e in every if e["auto"] < 0.97 * e[0.03]), key=lambda e: e["auto"])
     lines = [{f"{k}": f"{v:.2f}" if k in PATIENCE else f"{v}" for k, v in e.items()} for e in worst]
     show(table(lines), PAGE, write=args.write, name="worse")
+    show(table(list(one_slow())), PAGE, write=args.write, name="slow")
 
 
 if __name__ == "__main__":
