@@ -217,11 +217,8 @@ def unpack_outputs(
     # A copy: on a CPU it is the devices' memory, and replies keep what a round sampled.
     packed, columns = np.array(packed), 2 + 2 * drafts
     width = (packed.shape[1] - columns) // (3 if model_logprobs else 2)
-
-    def floats(first: int) -> np.ndarray:
-        return np.ascontiguousarray(packed[:, first : first + width]).view(np.float32)
-
-    logprobs, count = floats(width), packed[:, -2]
+    floats = packed.view(np.float32)
+    logprobs, count = floats[:, width : 2 * width], packed[:, -2]
     is_fault = ~np.isfinite(logprobs) & (np.arange(width) < count[:, None])
     faulty = np.flatnonzero(is_fault.any(axis=1)).tolist()
     return RoundOutputs(
@@ -229,7 +226,7 @@ def unpack_outputs(
         logprobs=logprobs,
         count=count,
         active=packed[:, -1].astype(bool),
-        model_logprobs=floats(2 * width) if model_logprobs else None,
+        model_logprobs=floats[:, 2 * width : 3 * width] if model_logprobs else None,
         passes=packed[:, -4] if drafts else None,
         drafted=packed[:, -3] if drafts else None,
         faults={slot: int(is_fault[slot].argmax()) for slot in faulty},
