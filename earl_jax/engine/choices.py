@@ -55,7 +55,7 @@ def no_choices(slots: int, branches: int) -> Choices:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def choice_tree(replies: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the branches of the tree of these replies: `parents` and `tokens`, see `Choices`."""
     nodes: dict[tuple[int, int], int] = {}
