@@ -115,31 +115,35 @@ METRICS: dict[str, dict[str, str]] = {
         "updates of the step.",
         "train_tokens_per_s": "`train_tokens` over the seconds of training; null for parts.",
         "packing_fill": "Fraction of the positions of the step's training rows that hold a token.",
-        "loss": "Loss of the step's last update.",
-        "kl": "KL to the policy that sampled (k3 estimate), in the last update.",
-        "entropy": "Mean entropy of the policy, in the first update.",
+        "loss": "Loss of the step's last epoch: the mean of its updates, weighted by their "
+        "`policy_tokens`.",
+        "kl": "KL to the policy that sampled (k3 estimate): its mean over the tokens of the step's "
+        "last epoch.",
+        "entropy": "Mean entropy of the policy over the tokens of the step's first epoch.",
         "learning_rate": "Learning rate of the step, before `config.train.ess_scaling`.",
         "entropy_coefficient": "Coefficient of the entropy bonus.",
         "skipped_updates": "Updates that were skipped: loss, gradient or step was not finite.",
         "sft_loss": "Loss of the last supervised update, where there are some.",
         "supervised_loss": "Mean cross-entropy of the supervised stream (config.train.sft_weight), "
-        "in the last update.",
+        "averaged like `loss`.",
         "policy_tokens": "Tokens that the policy sampled in episodes that count.",
-        "clip_fraction": "Fraction of tokens that the clip cut off, in the last update.",
+        "clip_fraction": "Fraction of the tokens of the step's last epoch that the clip cut off.",
         "dual_clip_fraction": "Fraction of tokens that the dual clip cut off.",
         "balance_error": "Mean absolute value of what `tba` squares.",
         "reference_kl": "Estimate of the KL to the reference policy, where there is a penalty, "
         "or to a teacher.",
-        "value_loss": "Loss of the critic, in the last update.",
+        "value_loss": "Loss of the critic: its mean over the tokens of the step's last epoch.",
         "value_clip_fraction": "Fraction of values whose clip was the larger error.",
         "explained_variance": "1 - Var[return - value] / Var[return] of the critic's values before "
         "the step's first update; 0 where all returns are equal.",
-        "critic_grad_norm": "Norm of the critic's gradient before clipping, in the last update.",
+        "critic_grad_norm": "Norm of the critic's gradient before clipping, averaged like `loss`.",
         "effective_sample_size": "(sum w)^2 / sum w^2 over the tokens, with w the policy's "
-        "probability over that of who sampled, as a fraction of the tokens, in the last update.",
-        "grad_norm": "Norm of the gradient before clipping, in the last update.",
-        "logprob_mismatch_max": "Largest difference of a log-prob of the trainer and the engine.",
-        "logprob_mismatch_mean": "Mean of these differences.",
+        "probability over that of who sampled, as a fraction of an update's tokens; averaged like "
+        "`loss`.",
+        "grad_norm": "Norm of the gradient before clipping, averaged like `loss`.",
+        "logprob_mismatch_max": "Largest difference of a log-prob of the trainer and the engine, "
+        "in the step's first epoch.",
+        "logprob_mismatch_mean": "Mean of these differences over the same tokens.",
         "kept_kv_gap_max": "Largest of these differences over tokens that the newest weights "
         "sampled: rounding, and KV that older weights wrote. In the first update of a step of "
         "asynchronous runs.",

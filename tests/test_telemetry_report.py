@@ -143,6 +143,14 @@ def test_any_beginning_of_a_run_is_a_page(tmp_path, metrics):
     assert not re.search(r'(?:d|x|y|cx|cy|x1|y1)="[^"]*(?:nan|inf)', page)
 
 
+def test_the_kl_is_named_for_the_sampler_and_its_estimator(tmp_path):
+    page = _page(tmp_path, [_step(1, kl=0.01), _step(2, kl=0.02)])
+    charts = [json.loads(a["data-chart"]) for tag, a in _Parser(page).tags if "data-chart" in a]
+    assert "KL to the sampler" in page
+    kl = {"name": "k3 estimate", "color": 0, "xs": [1, 2], "ys": [0.01, 0.02]}
+    assert [kl] in [chart["series"] for chart in charts]
+
+
 def test_only_what_the_run_has_is_charted(tmp_path):
     page = _page(tmp_path, [{"step": 1, "reward_mean": 0.5}, {"step": 2, "reward_mean": 1.5}])
     charts = [json.loads(a["data-chart"]) for tag, a in _Parser(page).tags if "data-chart" in a]
