@@ -508,7 +508,7 @@ def rules(devices: Sequence[int]) -> list[dict[str, Any]]:
             line = Line(AsynchronyConfig(max_staleness=1, rule=rule))
             found = result_of(setup, line, train_s)
             row = {"devices": number, "rule": rule, "tokens/s": found["speed"] / base}
-            names = {"most": "oldest token, versions", "beyond": "trained on beyond the bound"}
+            names = {"most": "oldest token, versions", "beyond": "taken beyond the bound"}
             names |= {"dropped": "tokens dropped", "trained": "length trained by played"}
             rows.append({**row, **{words: found[name] for name, words in names.items()}})
     return rows
