@@ -185,6 +185,7 @@ def measure(name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
         "tokens/s": tokens / seconds,
         "steps": len(counted),
         "s a step": seconds / len(counted),
+        "s of new weights": statistics.mean(row["stage_s"]["publish"] for row in counted),
         "tokens an episode": statistics.mean(row["context_tokens_mean"] for row in counted),
         "longest": max(row["context_tokens_max"] for row in counted),
         "trained of sampled": trained / sampled,
