@@ -295,6 +295,28 @@ def test_the_kernel_for_gpus_is_our_attention_over_pages(
     assert not out[counts == 0].any() and np.isfinite(out).all()
 
 
+def test_the_kernel_for_gpus_reads_the_pages_that_rows_need_and_no_more():
+    """Decode steps of 32 rows of Qwen2.5-7B: seven heads share keys; tables of 64 pages of 128.
+
+    31 rows of 512 tokens have 4 pages each and one of 8,192 has 64: 188. Equal rows with as many
+    tokens, 752 each, have 6 pages each: 192.
+    """
+
+    def pages(lengths, counts, window=None):
+        sizes = {"group": 7, "page_size": 128, "pages_a_split": 8, "pages": 64}
+        reach = paged_triton._Reach(**sizes, window=window)
+        begin, end = reach.pages_of(0, 16, np.array(lengths) - 1, np.array(counts))
+        return np.asarray(end - begin)
+
+    ragged, ones = [512] * 31 + [8192], [1] * 32
+    np.testing.assert_array_equal(pages(ragged, ones), [4] * 31 + [64])
+    np.testing.assert_array_equal(pages([752] * 32, ones), [6] * 32)
+    assert pages(ragged, ones).sum() <= 1.3 * pages([752] * 32, ones).sum()
+    np.testing.assert_array_equal(pages([752] * 32, [0, 1] * 16), [0, 6] * 16)
+    # Positions 7,168 to 8,191; 512 tokens lie in a window of 1,024.
+    np.testing.assert_array_equal(pages(ragged, ones, window=1024), [4] * 31 + [8])
+
+
 def test_a_long_chunk_is_several_blocks_of_the_kernel_for_gpus(filled):
     """30 queries of three heads are two blocks of 64; the second begins within a query."""
     cache, _, _, cached = filled
