@@ -96,7 +96,7 @@ def rl_step(
     update is made again from the state and the batch, with another plan (`Placement.attempt`).
 
     Raises:
-        EpisodesFailed: too many episodes failed; nothing was learnt.
+        EpisodesFailed: every episode failed, and none has worked before; nothing was learnt.
         StepStopped: a signal stopped the rollout; nothing was learnt.
     """
     config, step = run.config, position.step
@@ -105,7 +105,7 @@ def rl_step(
     state, done, update = player.play(position, timer)
     is_streamed = update is not None
     before = dataclasses.replace(position, state=state)
-    failed_steps = count_failed_steps(config.env, failures_of(done.played.outcomes), before)
+    failed_steps = count_failed_steps(failures_of(done.played.outcomes), before)
     rollout_mesh, max_tokens = str(placement.rollout.mesh), placement.max_tokens
     history = position.history.add(done.load)
     length = run.stages.rollout.max_tokens_for(done.load.context_tokens_max)

@@ -5,6 +5,7 @@
 import contextlib
 import dataclasses
 import io
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from earl_jax.run.saved_position import (
 )
 from earl_jax.run.saver import Saver, choices_of
 from earl_jax.run.source import build_from, first_state, keep_sources
-from earl_jax.run.step_end import EpisodesFailed, StepStopped
+from earl_jax.run.step_end import EpisodesFailed, StepStopped, pause_s
 from earl_jax.run.step_log import Record, StepLog
 from earl_jax.run.step_record import StepRecord
 from earl_jax.run.supervised_step import supervised_step
@@ -395,6 +396,7 @@ class Training:
             # Gathering all tokens is expensive: only at the steps that are written down.
             self.log.write_episodes(record)
         self.evaluator.evaluate_if_due(position)
+        self._wait_out(position, is_last=last)
         self.look_for_a_signal()
         if self.stopped or self.saver.is_due(step):
             self._save(position, self._choices())
@@ -402,6 +404,21 @@ class Training:
             self.saver.export(position)
         if last or self.stopped or step % REPORT_EVERY_STEPS == 0:
             self.log.write_report()
+
+    def _wait_out(self, position: Position, *, is_last: bool) -> None:
+        """Waits behind a step in which every episode failed, or until a signal comes."""
+        if not position.failed_steps:
+            return
+        number = position.failed_steps
+        steps = "1 step, which" if number == 1 else f"{number} steps in a row, which"
+        words = f"step {position.step}: every episode failed in {steps} taught nothing"
+        seconds = 0 if is_last else pause_s(number)
+        self.recorder.note(words if is_last else f"{words}; the next begins in {seconds} s")
+        for _ in range(seconds):
+            self.look_for_a_signal()
+            if self.stopped:
+                return
+            time.sleep(1)
 
     def _choices(self) -> dict[str, Any]:
         """Returns the choices in use, for a checkpoint."""

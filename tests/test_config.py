@@ -610,7 +610,7 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
         "selector": {"horizon_steps": 20, "hysteresis": 0.2, "budget_bytes_per_device": 9},
         "dispatch": {"forbid_host_bytes": "auto", "chunk_bytes": 0},
         "log": {"tensorboard": False, "report_every_steps": 5},
-        "env": {"max_failed_steps": 3},
+        "env": {"max_failed_steps": 3, "max_failed_share": 0.5},
         "train": {"max_skipped_steps": 5, "lora": {"base_dtype": "float32"}},
         "model": {"latent_size": 0, "linear_key_heads": 2, "rope_theta": 10000.0},
     }
@@ -624,6 +624,7 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
         "train.max_skipped_steps=5",
         "train.lora.base_dtype=float32",
         "env.max_failed_steps=3",
+        "env.max_failed_share=0.5",
         "model.rope_theta=20000.0",
     ):
         with pytest.raises(InputError, match=override.partition("=")[0]):

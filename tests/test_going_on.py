@@ -25,7 +25,7 @@ from earl_jax.rollout.task import Task
 from earl_jax.run.build import build_run
 from earl_jax.run.saved_position import read_newest
 from earl_jax.run.source import open_source
-from earl_jax.run.step_end import MAX_FAILED_STEPS, EpisodesFailed
+from earl_jax.run.step_end import pause_s
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
@@ -446,28 +446,6 @@ def test_calls_that_hang_end_their_episodes_and_are_counted(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_share_of_failures_in_some_steps_in_a_row_ends_the_run(tmp_path):
-    """A quarter of the episodes fails from step 2 on; a streak outlives a resume.
-
-    What was before the step that ends it is saved.
-    """
-    share = ["env.max_failed_share=0.25", "rollout.group_size=1"]
-    config = failing(MODEL, *share, "num_steps=2", first=16, at_start=True, one_in=4)
-    assert not train(config, tmp_path / "run").stopped
-    config = failing(MODEL, *share, "num_steps=12", first=16, at_start=True, one_in=4)
-    with pytest.raises(EpisodesFailed) as raised:
-        train(config, tmp_path / "run")
-    words = str(raised.value)
-    assert words.startswith("4 of 16 episodes of step 11 failed (config.env)")
-    assert "the last of 10 steps in a row" in words and "at least 25% failed" in words
-    rows = steps_of(tmp_path / "run")
-    assert [row["failed_share"] for row in rows] == [0.0, *[0.25] * 9]
-    assert "failure" not in rows[0]
-    assert rows[1]["failure"].startswith("environment_error: OSError: the sandbox is down (")
-    assert final_parameters(tmp_path / "run", 10)
-
-
-@pytest.mark.slow
 def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path, capsys):
     """Step 2 has no tokens to learn from, where the run may go on; the selector takes it too."""
     config = failing(MODEL, "checkpoint.every_steps=1", first=16, last=32, at_start=True)
@@ -495,13 +473,43 @@ def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path,
     assert "no means: all 8 episodes failed, as environment_error: OSError: the sandbox" in shown
 
 
-def test_an_outage_ends_no_run_that_is_to_go_on(tmp_path):
-    """From the first step on all episodes fail, for more steps than would end another run."""
-    never = ["env.max_failed_share=0.0", f"num_steps={MAX_FAILED_STEPS + 2}"]
-    outage = {"first": 0, "last": 16 * (MAX_FAILED_STEPS + 1), "at_start": True}
-    train(failing(MODEL, *never, **outage), tmp_path / "run")
+@pytest.mark.slow
+def test_an_outage_ends_no_run_that_has_worked(tmp_path, monkeypatch, capsys):
+    """Of the steps 2 to 14 all episodes fail; the run goes on over a resume, and learns again."""
+    behind = []
+    monkeypatch.setattr("earl_jax.training.pause_s", lambda steps: behind.append(steps) or 0)
+    outage = {"first": 16, "last": 16 * 14, "at_start": True}
+    for num_steps in (5, 14, 16):
+        config = failing(MODEL, f"num_steps={num_steps}", **outage)
+        assert not train(config, tmp_path / "run").stopped
     shares = [row["failed_share"] for row in steps_of(tmp_path / "run")]
-    assert shares == [1.0] * (MAX_FAILED_STEPS + 1) + [0.0]
+    assert shares == [0.0, *[1.0] * 13, 0.0, 0.0]
+    # Nobody waits behind a run's last step.
+    assert behind == [1, 2, 3, *range(5, 13)]
+    shown = capsys.readouterr().out
+    assert "step 5: every episode failed in 4 steps in a row, which taught nothing\n" in shown
+    assert "in 12 steps in a row, which taught nothing; the next begins in 0 s\n" in shown
+    assert_equal(final_parameters(tmp_path / "run", 5), final_parameters(tmp_path / "run", 14))
+
+
+def test_the_pause_behind_failed_steps_doubles_up_to_five_minutes():
+    assert [pause_s(number) for number in range(11)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
+    assert pause_s(10_000) == 300
+
+
+def test_a_signal_ends_the_pause_behind_failed_steps(tmp_path, monkeypatch):
+    """The run is saved with the step that failed, and goes on behind it."""
+    monkeypatch.setattr("earl_jax.training.pause_s", lambda steps: 3600)
+    config = failing(MODEL, first=16, at_start=True)
+
+    def stop():
+        path = tmp_path / "run" / "metrics.jsonl"
+        return "SIGTERM" if path.exists() and len(steps_of(tmp_path / "run")) == 2 else ""
+
+    assert train(config, tmp_path / "run", stop).stopped.startswith(
+        "stopped by SIGTERM after step 2"
+    )
+    assert final_parameters(tmp_path / "run", 2)
 
 
 def test_an_environment_that_fails_before_there_is_a_tokenizer_says_so(tmp_path):

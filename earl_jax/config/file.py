@@ -43,6 +43,10 @@ SOURCES = "sources.json"
 _PREEMPTED = (
     "the cheaper way is taken; to read all again, set config.rollout.preemption_host_gib to 0"
 )
+_FAILED = (
+    "episodes that fail end a run in its first step only; later it waits and goes on, at most 5 "
+    "minutes behind each step in which all failed"
+)
 _SPEEDS = "plans are chosen by the speeds of config.selector.table, and nothing is timed beforehand"
 # Keys of the model that earlier versions wrote into each config.json, and that a preset or a
 # checkpoint gives now.
@@ -102,9 +106,8 @@ RENAMED_KEYS = {
     "config.env.game": (
         "config.env.name (or config.env.args.game with config.env.name='board_game')"
     ),
-    "config.env.max_failed_steps": (
-        "a run ends behind 10 steps in a row in each of which config.env.max_failed_share failed"
-    ),
+    "config.env.max_failed_share": _FAILED,
+    "config.env.max_failed_steps": _FAILED,
     "config.env.trail": "config.env.args",
     **{
         f"config.env.{name}": f"config.env.args.{name}"

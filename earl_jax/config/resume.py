@@ -27,7 +27,6 @@ MAY_CHANGE: dict[str, str] = {
     "is chosen.",
     "env.timeout_s": "From the next step on.",
     "env.num_workers": "From the next step on.",
-    "env.max_failed_share": "From the next step on.",
     "asynchrony": "From the next step on; with another rule than in_order, tasks of later steps "
     "that were trained on are played again where `max_staleness` becomes 0.",
     "rollout.attention": "From the next step on. Results differ by rounding.",

@@ -58,17 +58,15 @@ class EnvConfig:
     with few, episodes wait for the slow tools of others, and with many, calls that compute in
     Python slow each other down towards the time limit. Coroutines (`async def`) share one more
     thread, in which any number may wait. An episode fails if its environment raises, hangs or says
-    what cannot be encoded; nothing is learnt from it. The run ends, saved, behind 10 steps in a row
-    in each of which at least the share `max_failed_share` of the episodes failed: so a tool may be
-    away for some steps. Where all episodes of the run's first step fail, it ends at once. With 0 it
-    goes on however many fail: a tool may be away for as long as it takes.
+    what cannot be encoded; nothing is learnt from it. Where all episodes of a run's first step
+    fail, the run ends; later it goes on however many fail, and waits behind each step in which all
+    did, for 1 s at first and at most 5 minutes.
     """
 
     name: str = "tic_tac_toe"
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     timeout_s: float = 10.0
     num_workers: int = 0
-    max_failed_share: float = 1.0
 
     def workers_for(self, num_slots: int) -> int:
         """Returns the number of threads beside so many slots."""
@@ -112,11 +110,6 @@ class EnvConfig:
             raise InputError(
                 f"config.env.num_workers is {self.num_workers}; it must be at least 0 (0: one for "
                 f"each slot, at most {MOST_WORKERS})"
-            )
-        if not 0 <= self.max_failed_share <= 1:
-            raise InputError(
-                f"config.env.max_failed_share is {self.max_failed_share}; it must lie in [0, 1] "
-                "(1: all episodes of a step; 0: the run goes on however many fail)"
             )
         self.maker()
 

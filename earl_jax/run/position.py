@@ -14,10 +14,10 @@ from earl_jax.train.state import TrainState
 class Position:
     """The state of a run after `step` RL steps: its weights, and its history of the load.
 
-    In the last `failed_steps` steps too many episodes failed (`EnvConfig`), and the updates of the
-    last `skipped_steps` were all skipped (`TrainConfig`), where it was read from a checkpoint. The
-    tasks of the `open_groups` were begun and not trained on, in an asynchronous run, and the source
-    goes on with those of `oldest_step`; None: of the oldest open group, or else of the next step.
+    In the last `failed_steps` steps every episode failed, and the updates of the last
+    `skipped_steps` were all skipped (`TrainConfig`), where it was read from a checkpoint. The tasks
+    of the `open_groups` were begun and not trained on, in an asynchronous run, and the source goes
+    on with those of `oldest_step`; None: of the oldest open group, or else of the next step.
     `averages` are the algorithm's (`Algorithm.averages`). `lengths` are the last ones of tasks in a
     run with config.rollout.order "longest" (`rollout.scheduler.next_lengths`). `open_episodes` have
     what this process's episodes of open groups had then, by number; those of all processes where it

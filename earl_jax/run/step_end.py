@@ -1,47 +1,48 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of a step in which nothing was learnt: too many episodes failed, or a signal stopped it."""
+"""Steps in which nothing was learnt: every episode failed, or a signal stopped the rollout."""
 
-from earl_jax.envs.registry import EnvConfig
 from earl_jax.run.position import Position
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.episodes import Failures
 
-# A tool may be away for some steps; of episodes that go on failing nothing is learnt.
-MAX_FAILED_STEPS = 10
+# The longest wait behind a step in which every episode failed.
+MOST_PAUSE_S = 300
 # Reasons of failed episodes that end a run.
 REASONS_SHOWN = 3
 
 
 class EpisodesFailed(RunError):
-    """Raised where too many episodes failed (`EnvConfig`); `position` is that before the step."""
+    """Raised where environments have never worked; `position` is that before the step."""
 
-    def __init__(self, env: EnvConfig, failures: Failures, position: Position) -> None:
-        step, failed, number = position.step + 1, failures.num_failed, failures.num_episodes
-        which = "every episode" if failed == number else f"{failed} of {number} episodes"
-        words = f"{which} of step {step} failed (config.env)"
-        if position.failed_steps or env.max_failed_share < 1:
-            words += (
-                f", the last of {position.failed_steps + 1} steps in a row in which at least "
-                f"{env.max_failed_share:.0%} failed (config.env.max_failed_share)"
-            )
+    def __init__(self, failures: Failures, position: Position) -> None:
         shown = "\n".join(f"  {reason}" for reason in failures.reasons[:REASONS_SHOWN])
-        super().__init__(f"{words}. The most frequent reasons:\n{shown}")
+        super().__init__(
+            f"every episode of step {position.step + 1} failed (config.env). The most frequent "
+            f"reasons:\n{shown}"
+        )
         self.position = position
 
 
-def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:
-    """Returns for how many steps in a row too many episodes failed, with the step behind `before`.
+def count_failed_steps(failures: Failures, before: Position) -> int:
+    """Returns in how many steps in a row every episode failed, with the step behind `before`.
 
-    Raises EpisodesFailed at MAX_FAILED_STEPS; at the first step if all of its episodes
-    failed.
+    Raises EpisodesFailed if that is each step of the run: somebody has to look at its settings,
+    where a tool that has worked may be away.
     """
-    if not env.max_failed_share or failures.share < env.max_failed_share:
+    if failures.share < 1:
         return 0
-    never_worked = failures.share == 1 and before.failed_steps == before.step
-    if never_worked or before.failed_steps + 1 >= MAX_FAILED_STEPS:
-        raise EpisodesFailed(env, failures, before)
+    if before.failed_steps == before.step:
+        raise EpisodesFailed(failures, before)
     return before.failed_steps + 1
+
+
+def pause_s(failed_steps: int) -> int:
+    """Returns how many seconds the next step is waited with, behind so many that failed in a row.
+
+    They double from 1 on, to at most MOST_PAUSE_S: an outage of an hour takes 20 steps of the run.
+    """
+    return min(2 ** (failed_steps - 1), MOST_PAUSE_S) if failed_steps else 0
 
 
 class StepStopped(Exception):  # noqa: N818 - no error
