@@ -468,7 +468,7 @@ def test_run_whose_table_was_poisoned_for_its_best_mesh_finds_back_within_ten_st
 def test_best_mesh_whose_kept_speed_is_too_low_is_found_again_as_the_page_says(
     advantage, others, start, model, poison
 ):
-    """Where the model prefers it, or its speed is too low for the model by more than its error.
+    """The mesh comes back if the model prefers it, or its speed is below the model's by the error.
 
     In any case there is no storm: at most one switch to the mesh, and one back.
     """

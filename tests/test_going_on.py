@@ -475,7 +475,7 @@ def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path,
 
 @pytest.mark.slow
 def test_an_outage_ends_no_run_that_has_worked(tmp_path, monkeypatch, capsys):
-    """Of the steps 2 to 14 all episodes fail; the run goes on over a resume, and learns again."""
+    """All episodes of the steps 2 to 14 fail; the run goes on over a resume, and learns again."""
     behind = []
     monkeypatch.setattr("earl_jax.training.pause_s", lambda steps: behind.append(steps) or 0)
     outage = {"first": 16, "last": 16 * 14, "at_start": True}

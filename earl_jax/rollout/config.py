@@ -115,9 +115,10 @@ class RolloutConfig:
     above 0 each of these also scores so many drafted tokens: those that followed the episode's last
     few ids before (speculative decoding by prompt lookup, drafts.py). Tokens and their distribution
     are those without drafts; log-probs differ in rounding, because a pass over more tokens adds up
-    in another order. The effect is logged as `draft_acceptance` and `tokens_per_pass`. A round waits
-    for the answers of environments, for each call once and up to `patience_s` seconds, and goes
-    without the episodes whose environments take longer. "auto": while the slots that have work lose
+    in another order. The effect is logged as `draft_acceptance` and `tokens_per_pass`.
+
+    A round waits for the answers of environments, for each call once and up to `patience_s`
+    seconds, and goes without the episodes whose environments take longer. "auto": while the slots that have work lose
     less by the wait than the others would by missing the round (envs/round_wait.py); without a
     bound where no slot has work. It does not wait for an environment whose last call took longer
     than a round. The speed of environments decides who takes part in which round, never an
