@@ -118,11 +118,11 @@ class RolloutConfig:
     in another order. The effect is logged as `draft_acceptance` and `tokens_per_pass`.
 
     A round waits for the answers of environments, for each call once and up to `patience_s`
-    seconds, and goes without the episodes whose environments take longer. "auto": while the slots that have work lose
-    less by the wait than the others would by missing the round (envs/round_wait.py); without a
-    bound where no slot has work. It does not wait for an environment whose last call took longer
-    than a round. The speed of environments decides who takes part in which round, never an
-    episode's tokens.
+    seconds, and goes without the episodes whose environments take longer. "auto": it waits while
+    the slots that have work lose less by that than the others would by missing the round
+    (envs/round_wait.py), without a bound where no slot has work, and not for an environment whose
+    last call took longer than a round. The speed of environments decides who takes part in which
+    round, never an episode's tokens.
 
     **Order.** Where a step has more episodes than there are slots, `order` is that in which they
     begin. "fifo": in the order of their tasks. "longest": of a step's, first one of each group,
