@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fill of packed rows, attention's work on them, and the time of an update and of attention.
 
-uv run python -m benchmarks.packing [--only=kernels] [--write]
+uv run python -m benchmarks.packing [--only=kernels|times] [--write]
 """
 
 import dataclasses
@@ -30,16 +30,18 @@ from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
+from earl_jax.train.state import TrainState
 from earl_jax.trajectory import TrajectoryBatch
 
 PAGE = Path(__file__).with_suffix(".md")
-# The timed model and batch.
+# The timed model and batch; rows of a padded micro-batch.
 MODEL = ModelConfig(
     num_layers=2, width=128, num_heads=4, num_kv_heads=2, head_size=32, ffn_size=512
 )
-VOCAB, EPISODES, MEAN, PARTS = 512, 16, 32, 2
+VOCAB, EPISODES, MEAN, LONGEST, ROWS = 512, 16, 32, 256, 8
 # Simulated runs and their steps; timed repetitions.
 RUNS, STEPS, REPEATS = 4, 50, 3
+_CONTROLS = np.zeros(2, np.float32)
 # Seconds of a simulated run's update, against PROGRAM_S of a program's compilation.
 UPDATES_S = (math.inf, 60.0, 10.0, 3.0, 1.0)
 # The blocks of each attention kernel, forward and backward (benchmarks/step_flops.py), and the
@@ -142,7 +144,10 @@ def work_of_rows(packing: Packing) -> np.ndarray:
 
 
 def time_rows() -> Iterator[dict[str, Any]]:
-    """Yields the time of an update on the same episodes, padded and packed, on one device."""
+    """Yields the time of an update on the same episodes, padded and packed, on one device.
+
+    Padded: to the bucket, or sorted by length and each micro-batch to its longest.
+    """
     layout = make_layout(MeshShape(), row_axes=TRAINING_ROWS)
     learner = Learner(
         MODEL,
@@ -153,26 +158,65 @@ def time_rows() -> Iterator[dict[str, Any]]:
         importance_cap=0.0,
         layout=functools.partial(make_layout, row_axes=TRAINING_ROWS),
     )
-    length = 256
-    lengths = lengths_of(0, EPISODES, MEAN, length)
-    batch = jax.device_put(_batch(lengths, length), layout.activations("NS"))
-    rule = RowRule(EPISODES, PARTS, layout.num_row_shards, length)
+    lengths = lengths_of(0, EPISODES, MEAN, LONGEST)
+    batch = jax.device_put(_batch(lengths, LONGEST), layout.activations("NS"))
+    rule = RowRule(EPISODES, EPISODES // ROWS, layout.num_row_shards, LONGEST)
     packing = plan_packing(
         lengths.tolist(), rule, ShapeHistory().choose(lengths.tolist(), rule, 0.0)
     )
-    parts = rule.parts(packing.shape)
-    padded_s = _median_s(lambda: batch, learner, PARTS)
-    packed_s = _median_s(functools.partial(pack_rows, batch, packing, layout), learner, parts)
-    for name, rows, seconds in (
-        ("an episode a row", f"{EPISODES} of {length}", padded_s),
-        ("packed", f"{packing.shape.rows} of {packing.shape.length}", packed_s),
+    parts = [_cut(batch, rows, lengths[rows[-1]]) for rows in sorted_micro_batches(lengths)]
+    packed, num_parts = functools.partial(pack_rows, batch, packing, layout), len(parts)
+    for name, positions, update in (
+        ("padded to the bucket", batch.tokens.size, _update_of(learner, num_parts, lambda: batch)),
+        (
+            "sorted, each micro-batch padded to its longest",
+            sum(part.tokens.size for part in parts),
+            functools.partial(_update_in_parts, learner, parts),
+        ),
+        (
+            "packed",
+            packing.shape.positions,
+            _update_of(learner, rule.parts(packing.shape), packed),
+        ),
     ):
+        cpu_s = _median_cpu_s(update, learner)
         yield {
             "rows": name,
-            "shape": rows,
-            "s": f"{seconds:.2f}",
-            "tokens that count/s": f"{lengths.sum() / seconds:,.0f}",
+            "fill": f"{100 * lengths.sum() / positions:.0f} %",
+            "s of cores": f"{cpu_s:.3f}",
+            "tokens that count by s of cores": f"{lengths.sum() / cpu_s:,.0f}",
         }
+
+
+def sorted_micro_batches(lengths: np.ndarray) -> list[np.ndarray]:
+    """Returns the episodes of each padded micro-batch, the longest last."""
+    return np.split(np.argsort(lengths, kind="stable"), len(lengths) // ROWS)
+
+
+def padded_rows() -> Iterator[dict[str, Any]]:
+    """Yields the fill of padded micro-batches, over the batches of the table of fills.
+
+    Padded to the bucket, to the next power of two from 256 on, of which there are six up to the
+    bucket, and to the longest of each, which takes a program for almost every micro-batch.
+    """
+    length = 8192
+    for number in (128, 512):
+        fills = list[tuple[float, ...]]()
+        for run, step in itertools.product(range(RUNS), range(STEPS)):
+            lengths = lengths_of(1000 * run + step, number, 1024, length)
+            longest = np.array([lengths[rows[-1]] for rows in sorted_micro_batches(lengths)])
+            powers = 2 ** np.ceil(np.log2(np.maximum(longest, 256)))
+            padded = (number * length, ROWS * powers.sum(), ROWS * longest.sum())
+            fills.append(tuple(lengths.sum() / each for each in padded))
+        names = ("fill, the bucket", "fill, sorted, six lengths", "fill, sorted, any length")
+        means = np.mean(fills, axis=0).tolist()
+        shown = {name: f"{100 * mean:.1f} %" for name, mean in zip(names, means, strict=True)}
+        yield {"episodes": number, **shown}
+
+
+def _cut(batch: TrajectoryBatch, rows: np.ndarray, length: int) -> TrajectoryBatch:
+    """Returns some rows of a batch, cut at this length."""
+    return jax.tree.map(lambda field: field[rows, :length], batch)
 
 
 def attention_rows() -> Iterator[dict[str, Any]]:
@@ -216,15 +260,36 @@ def _attention_s(attend: Any, arrays: Sequence[Any]) -> float:
     return min(spans[1:])
 
 
-def _median_s(make_batch: Any, learner: Learner, parts: int) -> float:
-    """Returns the median time to make the rows and update, after one time that compiles."""
-    plan = TrainPlan(MeshShape(), parts, True)
-    state, spans = learner.init_state(plan.mesh), []
+def _update_of(learner: Learner, parts: int, make_batch: Any) -> Any:
+    """Returns an update of a state in so many micro-batches, whose rows are made first."""
+    plan = _plan(parts)
+    return lambda state: learner.update(plan, state, make_batch(), _CONTROLS)
+
+
+def _update_in_parts(learner: Learner, parts: Sequence[TrajectoryBatch], state: TrainState) -> Any:
+    """Returns the state and the metrics of an update, each of whose micro-batches is a program."""
+    plan, (first, *others) = _plan(1), parts
+    totals = learner.add_part(plan, state, first, _CONTROLS, None)
+    for part in others:
+        totals = learner.add_part(plan, state, part, _CONTROLS, totals)
+    return learner.apply(plan, state, totals, _CONTROLS)
+
+
+def _plan(parts: int) -> TrainPlan:
+    return TrainPlan(MeshShape(), parts, "full")
+
+
+def _median_cpu_s(update: Any, learner: Learner) -> float:
+    """Returns the median time of an update of a state, after one time that compiles.
+
+    In seconds of the cores that the process has used, so that other work beside it hardly counts.
+    """
+    state, spans = learner.init_state(MeshShape()), []
     for _ in range(1 + REPEATS):
-        start_s = time.perf_counter()
-        state, metrics = learner.update(plan, state, make_batch(), np.zeros(2, np.float32))
+        start_s = time.process_time()
+        state, metrics = update(state)
         jax.block_until_ready(metrics)
-        spans.append(time.perf_counter() - start_s)
+        spans.append(time.process_time() - start_s)
     return statistics.median(spans[1:])
 
 
@@ -249,9 +314,13 @@ def _batch(lengths: np.ndarray, length: int) -> TrajectoryBatch:
 
 if __name__ == "__main__":
     parser = parser_of(__doc__)
-    parser.add_argument("--only", choices=["kernels"], help="the counts of attention's kernels")
+    parser.add_argument("--only", choices=["kernels", "times"], help="a part of the page")
     flags = parser.parse_args()
-    show(table(list(kernel_rows())), PAGE, write=flags.write, name="kernels")
+    if flags.only != "times":
+        show(table(list(kernel_rows())), PAGE, write=flags.write, name="kernels")
+    if flags.only != "kernels":
+        tables = [table(list(rows)) for rows in (padded_rows(), time_rows())]
+        show("\n\n".join(tables), PAGE, write=flags.write, name="times")
     if not flags.only:
-        tables = [table(list(rows)) for rows in (fill_rows(), time_rows(), attention_rows())]
+        tables = [table(list(rows)) for rows in (fill_rows(), attention_rows())]
         show("\n\n".join(tables), PAGE, write=flags.write)
