@@ -5,7 +5,8 @@
 uv run python -m benchmarks.appending [--write]
 
 One device. Times are the least of several rounds of the engine, or the median of those in which
-long prompts are read, of a model whose products take longer than what is around them.
+long prompts are read, of a model whose products take longer than what is around them. Rounds and
+steps of rollouts are counted with a small one.
 """
 
 import dataclasses
@@ -37,14 +38,19 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 MODEL = ModelConfig(
     num_layers=4, width=256, num_heads=8, num_kv_heads=4, head_size=32, ffn_size=1024
 )
+SMALL_MODEL = ModelConfig(
+    num_layers=1, width=32, num_heads=2, num_kv_heads=1, head_size=16, ffn_size=64
+)
 VOCAB, CHUNK, PAGE, REPEATS = 1024, 512, 64, 7
 PAGE_FILE = Path(__file__).with_suffix(".md")
 
 
-def make_engine(num_slots: int, *, burst: int = 1, num_rows: int = 0) -> Engine:
+def make_engine(
+    num_slots: int, *, burst: int = 1, num_rows: int = 0, model: ModelConfig = MODEL
+) -> Engine:
     """Returns an engine on one device, in which no token ends a turn."""
     config = EngineConfig(
-        model=MODEL,
+        model=model,
         vocab_size=VOCAB,
         num_slots=num_slots,
         num_rows=num_rows or num_slots,
@@ -295,8 +301,38 @@ def budget_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def rollout_rows() -> list[dict[str, Any]]:
+    """Returns rounds and decode steps of rollouts whose prompts are read with and without a budget.
+
+    64 episodes, of replies of 32 to 224 tokens, take the 16 slots as they become free.
+    """
+    rows = []
+    for length in (256, 2048):
+        rng, slots = np.random.default_rng(5), 16
+        tasks = [
+            make_task(i, rng.integers(0, VOCAB, length).tolist(), rng.integers(32, 225), group=i)
+            for i in range(64)
+        ]
+        for name, on_tokens in (("no", None), ("yes", lambda ticket, tokens: None)):
+            engine = make_engine(slots, burst=8, num_rows=len(tasks), model=SMALL_MODEL)
+            session = full_session(engine, make_weights(engine), length + 256)
+            rules = CacheRules(share_prefixes=False)
+            stats = collect(open_service(session, rules, on_tokens), tasks).stats
+            rows.append(
+                {
+                    "tokens of a prompt": length,
+                    "budget": name,
+                    "rounds": stats.rounds,
+                    "decode steps": stats.decode_rows // slots,
+                    "of them idle": f"{stats.idle_rows / stats.decode_rows:.0%}",
+                }
+            )
+    return rows
+
+
 if __name__ == "__main__":
     flags = parser_of(__doc__).parse_args()
+    show(table(rollout_rows()), PAGE_FILE, write=flags.write, name="rollouts")
     show(table(budget_rows()), PAGE_FILE, write=flags.write, name="budget")
     tables = [table(rows) for rows in (append_rows(), sharing_rows(), ragged_rows())]
     show("\n\n".join(tables), PAGE_FILE, write=flags.write)
