@@ -640,7 +640,7 @@ def test_choice_for_four_thousand_devices_rates_few_of_its_candidates(monkeypatc
     """
     problem, rated = problem_on("h100:512x8", "qwen3-30b-a3b"), Counter()
     step, table, plans = full_step(problem, 131_072), ThroughputTable(), Plans()
-    for name in ("_train", "_rollout"):
+    for name in ("_train", "rollout"):
         rate = getattr(Candidates, name)
 
         def counted(*arguments, name=name, rate=rate):
@@ -654,7 +654,7 @@ def test_choice_for_four_thousand_devices_rates_few_of_its_candidates(monkeypatc
         speed = problem.update_speed(plans.train, 131_072)
         mesh, *way = plans.train
         table = table.with_speed(train_key(mesh, 131_072, *way), speed)
-        assert rated["_train"] < 1200 and rated["_rollout"] < 5000
+        assert rated["_train"] < 1200 and rated["rollout"] < 5000
 
 
 def test_rollouts_beside_a_trainer_are_looked_for_at_few_of_its_sizes():
