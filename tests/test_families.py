@@ -342,7 +342,7 @@ def test_the_trainer_scores_what_transformers_computes():
 
     @jax.jit
     def score(params, tokens, segment_ids):
-        batch = SimpleNamespace(tokens=tokens, segment_ids=segment_ids)
+        batch = SimpleNamespace(tokens=tokens, segment_ids=segment_ids, allowed=())
         return score_batch(given.model, config, layout, 0.7, params, batch).logprobs
 
     found = np.asarray(score(loaded(name), rows, segments)).reshape(tokens.shape)
