@@ -108,6 +108,8 @@ def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(tmp_path, capsys
     with np.load(workdir / "skipped_step_000002.0.npz") as batch:
         assert batch["tokens"].shape == batch["advantages"].shape == (8, 64)
         assert np.abs(batch["advantages"]).max() > 1e38
+        # What the stones of the trail were chosen among.
+        assert batch["allowed.0"].any() and batch["allowed.0"].shape == (8, 64)
     assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"1"}
     assert all(np.isfinite(leaf).all() for leaf in final_parameters(workdir, 1))
     own = [each for each in {*threading.enumerate()} - before if "environment" in each.name]

@@ -124,12 +124,17 @@ def set_turn(
         set_allowed(choices, slot, token_ids)
 
 
+def next_branches(choices: Choices) -> jax.Array:
+    """Returns the branches by which each slot's reply may go on, bool[B,J]."""
+    return choices.parents == choices.node[:, None]
+
+
 def allowed_ids(choices: Choices, width: int) -> tuple[jax.Array, ...]:
     """Returns the tokens that each slot chooses among: 1 + id, `width` arrays i32[B].
 
     They are 0 behind the last one, and all 0 in unrestricted slots. There are at most `width`.
     """
-    next_BJ = choices.parents == choices.node[:, None]
+    next_BJ = next_branches(choices)
     rank_BJ = jnp.cumsum(next_BJ, axis=1) - 1
 
     def at(rank: int) -> jax.Array:
@@ -159,7 +164,7 @@ def allowed_table(
 
 def walk(choices: Choices, tokens_B: jax.Array, moving_B: jax.Array) -> Choices:
     """Moves the nodes of the `moving` slots along the tokens that they sampled."""
-    taken_BJ = (choices.parents == choices.node[:, None]) & (choices.tokens == tokens_B[:, None])
+    taken_BJ = next_branches(choices) & (choices.tokens == tokens_B[:, None])
     node_B = jnp.argmax(taken_BJ, axis=1).astype(jnp.int32) + 1
     goes_on_B = jnp.any(choices.parents == node_B[:, None], axis=1)
     node_B = jnp.where(goes_on_B, node_B, FREE)

@@ -75,9 +75,9 @@ class SlotRules(NamedTuple):
     step has no branches for that. With `choice_branches` a turn can be restricted to replies whose
     tree has at most so many branches, or to so many tokens. With `choice_width` the rows of
     experience say which tokens, at most so many, each one was chosen among, and log-probs under the
-    model itself are among these too. With `draft` above 0 each forward pass
-    also scores up to so many drafted tokens: those that followed the slot's last `ngram` ids before
-    (`drafts.look_up`). `attention` over pages: see `kernels.choose_pages_kernel`.
+    model itself are among these too. With `draft` above 0 each forward pass also scores up to so
+    many drafted tokens: those that followed the slot's last `ngram` ids before (`drafts.look_up`).
+    `attention` over pages: see `kernels.choose_pages_kernel`.
     """
 
     burst: int

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.engine.choices import FREE, Choices
+from earl_jax.engine.choices import FREE, Choices, next_branches
 from earl_jax.engine.config import Sampling
 
 BLOCK_SIZE = 512
@@ -105,7 +105,7 @@ def draw(
     held_B = choices.node != FREE
 
     def among() -> tuple[jax.Array, jax.Array]:
-        next_BJ = choices.parents == choices.node[:, None]
+        next_BJ = next_branches(choices)
         logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
         # Unrestricted slots are drawn here too, from arbitrary tokens, and the result is dropped.
         logits_BJ = jnp.where(next_BJ | ~held_B[:, None], logits_BJ, -jnp.inf)
@@ -130,7 +130,7 @@ def model_logprobs(
     logprobs_B = chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
     if choices is None:
         return logprobs_B
-    next_BJ = choices.parents == choices.node[:, None]
+    next_BJ = next_branches(choices)
     logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
     total_B = jax.nn.logsumexp(jnp.where(next_BJ, logits_BJ, -jnp.inf), axis=-1)
     return jnp.where(choices.node != FREE, chosen_B - total_B, logprobs_B)

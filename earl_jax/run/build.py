@@ -134,7 +134,9 @@ def build_run(
     played = config.open_environment()
     renderer = ChatRenderer(origin.tokenizer, origin.end_ids, config.chat.template_arguments)
     choices = _all_choices(config, played, renderer)
-    problem = _problem(config, origin, cluster, choice_width(choices))
+    # What is only evaluated is not learnt from.
+    width = choice_width(choices) if config.plays else 0
+    problem = _problem(config, origin, cluster, width)
     cluster = cluster.split_by(problem.splits) if problem.splits else cluster
     layouts = Layouts(cluster)
     engines = Engines(

@@ -42,8 +42,8 @@ def reason_of(
     why = f"context {tokens}, {size}"
     if key_of(stays.plan, tokens) != key_of(current, tokens):
         why = _why_left(candidates, current, tokens, least=False)
-    tried = f"{'was slow' if chosen.num_speeds else 'never ran'}, tried: at best "
-    tried *= chosen.is_trial
+    tried = "was slow, tried: at best " if chosen.num_speeds else "never ran, tried: at best "
+    tried = tried if chosen.is_trial else ""
     instead = stays.plan.words(current)
     against = "" if instead == str(current.mesh) else f" against {instead}"
     return f"{current.mesh} -> {plan.words()} ({why}; {tried}{percent(gain)} tokens/s{against})"
