@@ -134,11 +134,6 @@ class Engine:
             static_argnums=(0, 1),
             out_shardings=self.state_shardings,
         )
-        self._empty_slots = jax.jit(
-            lambda max_tokens: dataclasses.replace(self.new_state(max_tokens, None), cache=None),
-            static_argnums=0,
-            out_shardings=dataclasses.replace(self.state_shardings, cache=None),
-        )
         # Not donated: live episodes survive a lack of memory.
         pools = self.state_specs.cache.pools
         repack = {

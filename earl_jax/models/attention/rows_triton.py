@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 # takes at most 97 KiB of shared memory; of 256 up to 40 bytes, and 112 KiB. Not timed on a chip.
 FORWARD = {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
 BACKWARD = {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)}
-LEAST_SIZE, MOST_SIZE = 16, max(FORWARD)
+LEAST_SIZE = 16
 
 
 def triton_rows(
