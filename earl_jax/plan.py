@@ -22,7 +22,7 @@ examples:
   python -m earl_jax.plan --topology=h20:16x8 --train_topology=h100:8x8 --prices=1,2.85 ...
       rollouts on one kind of device, training on another, in one datacenter or two (--link_gb)
   python -m earl_jax.plan --config=configs/trail_tiny_cpu.py --topology=cpu:8
-      the first run of the README, as it would run on this laptop
+      the first run of the README on this laptop, with episodes that fill each context
 
 --config.section.key=value changes one setting, as in training; rollout.num_slots and
 rollout.episodes_per_step are the ones to think about first. Episodes are taken to fill the context,

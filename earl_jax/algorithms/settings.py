@@ -115,9 +115,9 @@ class RlooSettings(ClippedSettings):
 class GrpoSettings(ClippedSettings):
     """Settings of GRPO (arXiv 2402.03300).
 
-    `normalize_advantages` divides by the standard deviation of the group (False: Dr. GRPO), with
-    `deviation` "population" that of its N outcomes, sqrt(sum / N), and with "sample" sqrt(sum /
-    (N - 1)), as TRL and verl do.
+    `normalize_advantages` divides by the standard deviation of the group; False as in "dr_grpo".
+    `deviation` is how it is computed: as that of a "population" of N outcomes, sqrt(sum / N), or of
+    a "sample", sqrt(sum / (N - 1)), as TRL and verl do.
     """
 
     normalize_advantages: bool = True

@@ -45,7 +45,10 @@ CORPUS_EPISODES = 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run of `num_steps` RL steps.
+    """The settings of a run.
+
+    `num_steps` is the number of RL steps, of which each plays episodes and trains on them; with
+    config.algorithm "sft" that of updates.
 
     `seed` determines everything random. Runs of one `seed` are equal where plans do not follow
     observed speeds (config.selector.table).

@@ -51,16 +51,19 @@ MOST_WORKERS = 32
 class EnvConfig:
     """The environment, and how environments are run.
 
-    `name` is one of ENVIRONMENTS or a class of the user's own as "module:Class"; `args` are keyword
-    arguments of its constructor, beside those that its tasks give (`TasksConfig`). `timeout_s`
-    bounds one call of an environment. `num_workers` is the number of threads that make such calls;
-    0 takes one for each slot (`config.rollout.num_slots`), at most 32. An idle one costs nothing;
-    with few, episodes wait for the slow tools of others, and with many, calls that compute in
-    Python slow each other down towards the time limit. Coroutines (`async def`) share one more
-    thread, in which any number may wait. An episode fails if its environment raises, hangs or says
-    what cannot be encoded; nothing is learnt from it. Where all episodes of a run's first step
-    fail, the run ends; later it goes on however many fail, and waits behind each step in which all
-    did, for 1 s at first and at most 5 minutes.
+    `name` is that of a known one (docs/howto/environment.md), or a class of the user's own as
+    "module:Class". `args` are keyword arguments of its constructor, beside those that its tasks
+    give (config.tasks). `timeout_s` is the most seconds that one call of an environment may take.
+    `num_workers` is the number of threads that make such calls; 0 takes one for each slot
+    (`config.rollout.num_slots`), at most 32. An idle one costs nothing; with few, episodes wait for
+    the slow tools of others, and with many, calls that compute in Python slow each other down
+    towards the time limit. Coroutines (`async def`) share one more thread, in which any number may
+    wait.
+
+    An episode fails if its environment raises, hangs or says what cannot be encoded; nothing is
+    learnt from it. Where all episodes of a run's first step fail, the run ends; later it goes on
+    however many fail, and waits behind each step in which all did, for 1 s at first and at most 5
+    minutes.
     """
 
     name: str = "tic_tac_toe"

@@ -63,15 +63,17 @@ class KeepsState(Protocol):
 class TasksConfig:
     """The tasks.
 
-    `name` is one of SOURCES or a class of the user's own as "module:Class"; "auto" takes
-    "dataset" where there is a file, else "seeds". `args` are the arguments of a source of one's
-    own, beside those of `seed`, `num_tasks` (a step) and `environment` that its constructor names.
+    `name` is "seeds", "dataset" or a class of the user's own as "module:Class" ("auto" takes
+    "dataset" where config.tasks.path is given, else "seeds"). `args` are the arguments of a source
+    of one's own, beside those of `seed`, `num_tasks` (a step) and `environment` that its
+    constructor names.
 
     "seeds" gives each environment a `seed` and `index`, the number of the task, as far as its
     constructor has arguments of these names. "dataset" gives each environment a `row` of the
     JSONL file `path`, a JSON object with a `prompt` and fields of the user's own. Evaluations take
     the rows of `eval_path`, or else the same ones. The function `reward` ("module:function") is
-    given to the environment "single_turn", which calls it as reward(reply, **row).
+    given to the environment, "single_turn", "tools" or "agent", which calls it as
+    reward(reply, **row).
     """
 
     name: str = "auto"

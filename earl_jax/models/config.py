@@ -103,12 +103,10 @@ class ModelConfig:
 
     `num_layers` layers write into the residual stream. `width` is the size of the residual stream,
     in numbers a token. Attention has `num_heads` heads of queries. `num_kv_heads` is the number of
-    heads of keys and values. `head_size` is the size of each head. Pair i of a head's n numbers
-    turns by `rope_theta` ** (-2 i / n) a position. Norms divide by the root of the mean square plus
-    `norm_eps`. `tie_embeddings` scores the next token with the embedding matrix instead of a head
-    of its own.
-
-    What a layer has:
+    heads of keys and values. `head_size` is the size of each head. `ffn_size` is the number of
+    hidden units of the feed-forward network. Pair i of a head's n numbers turns by `rope_theta` **
+    (-2 i / n) a position. Norms divide by the root of the mean square plus `norm_eps`.
+    `tie_embeddings` scores the next token with the embedding matrix instead of a head of its own.
 
     - `attention_bias`: biases in the projections of queries, keys and values; `out_bias`: in that
       of their result; `expert_bias`: in the router and the projections of experts.
@@ -152,11 +150,11 @@ class ModelConfig:
 
     With `num_experts` each layer has so many feed-forward networks, of `expert_ffn_size` each
     instead of one of `ffn_size`. A router sends every token to `experts_per_token` of them, and
-    what they make of it is added up, weighted by the router's probabilities of these experts;
+    what they make of it is added up, weighted by the router's probabilities of these experts.
     `normalize_expert_weights` scales the weights to a sum of 1. 0 is a dense model. A mixture may
     have beside it:
 
-    - `num_dense_layers`: the first layers, which have a network of `ffn_size` instead.
+    - `num_dense_layers`: the number of first layers that have one dense network instead.
     - `shared_ffn_size`: a network of this size that every token goes through too; 0: none. With
       `shared_ffn_gate` its result is multiplied by the sigmoid of a number of the token's.
     - `router_scores`: probabilities are a "softmax" over experts, or each a "sigmoid".

@@ -134,8 +134,8 @@ class RolloutConfig:
     **KV cache.** `context_buckets` are the max tokens per episode that programs are compiled for;
     beyond the last they double, up to the limit of an episode. The cache comes in pages of
     `page_size` tokens, of which an episode has as many as it needs: large ones are read faster,
-    small ones waste less. 0 takes 128 where the last bucket is LONG_CONTEXT or more, else 16. Where
-    the budget holds no more pages, the shortest episodes are preempted: their pages are copied to
+    small ones waste less. 0 takes 128 where the last bucket is 1,024 or more, else 16. Where the
+    budget holds no more pages, the shortest episodes are preempted: their pages are copied to
     host memory, of at most `preemption_host_gib` GiB, and back, or their tokens are read again,
     whichever costs less (preemption.py). With 0 GiB all are read again. `attention` is the kernel
     that reads pages: "auto" takes one kernel of ours, "triton" on GPUs and "pallas_tpu" on TPUs,

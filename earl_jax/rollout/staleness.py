@@ -38,7 +38,7 @@ class AsynchronyConfig:
     tokens again, so that log-probs are those of the new weights. "keep": they attend to what the
     weights before have written, which costs nothing. "finish": they are played to their end first,
     and no other one begins meanwhile, so that each episode is of one policy; slots are empty while
-    the longest of them is played. What AReaL compares with its interruptible generation.
+    the longest of them is played. AReaL compares this with its interruptible generation.
 
     `parts` is the number of parts in which a step's groups go to the trainer's devices: each as
     soon as as many groups are finished as it has, while the others are played (streaming,

@@ -119,11 +119,11 @@ class TrainConfig:
     without one, interpolated between those of the policy that sampled and of the one that is
     updated, by how many versions they are apart (`algorithms.losses.log_linear_proximal`).
 
-    `sft_steps`: in the first so many RL steps, the batch is followed by supervised updates on games
-    of random legal moves (a trail's steps are right half the time), with an optimizer state of
-    their own, which is dropped behind the last of these steps. 0 turns them off. `sft_updates` is
-    the number of supervised updates a step. `sft_learning_rate` is the learning rate of supervised
-    updates.
+    `sft_steps`: in the first so many RL steps, the batch is followed by supervised updates on
+    example replies of the environment (its method example_reply: random legal moves in the board
+    games, steps that are right half the time on a trail), with an optimizer state of their own,
+    which is dropped behind the last of these steps. 0 turns them off. `sft_updates` is the number
+    of supervised updates a step. `sft_learning_rate` is the learning rate of supervised updates.
 
     `sft_path` is a JSONL file of conversations, {"messages": [{"role": ..., "content": ...}]} a
     line, which supervised updates learn from instead (docs/howto/conversations.md).
