@@ -79,7 +79,8 @@ class Cluster:
         groups = f"{playing} play, {training} train" if self.disjoint else "all play and train"
         if self.splits:
             groups = f"{' or '.join(map(str, self.splits))} play, as is fastest, the others train"
-        return f"{self.count} processes with {len(self.devices)} devices: {groups}"
+        processes = "1 process" if self.count == 1 else f"{self.count} processes"
+        return f"{processes} with {len(self.devices)} devices: {groups}"
 
     @functools.cached_property
     def players(self) -> tuple[int, ...]:
