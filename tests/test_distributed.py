@@ -251,7 +251,8 @@ def test_devices_that_are_split_by_the_selector_are_the_first_and_the_last_of_ea
     )
     assert [device.id for device in alone.playing(4)] == [0, 1, 2, 3]
     assert [device.id for device in alone.training(4)] == [2, 3, 4, 5]
-    assert str(alone).endswith("6 devices: 2 or 4 play, as is fastest, the others train")
+    words = "1 process with 6 devices: 2 or 4 play, as is fastest, the others train"
+    assert str(alone) == words
     # Rows are cut so that every mesh of 2 or of 4 devices can hold them.
     assert alone.num_row_devices(1) == 4
     # Of 2 and 4 that are those of two processes: 1 or 2 of an engine.
