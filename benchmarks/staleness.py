@@ -2,19 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning under staleness: the naive loss beside the decoupled one, with several seeds.
 
-    uv run python -m benchmarks.staleness [--half] [--write]
+    uv run python -m benchmarks.staleness [--rate=R --steps=N] [--write]
 
 A tiny policy learns from nothing to answer letters: it is shown one of eight and replies with one
 (its `choices`), at best the letter three places on. Episodes have 2 to 12 such turns, and so end at
 different times. Two CPU devices: one plays, one trains. Every run is a process of its own; two of
 them run at once, because only what is learnt is measured here, and no time.
 
-With --half the learning rate is half as high, and runs are twice as long.
-
 The table has the mean reward of a turn (1 is perfect) over the last tenth of the steps, and over
 all of them: the mean over the seeds, and their standard deviation. Behind these are the points of
 the curve, means over tenths of the steps. With --write the numbers on the page are drawn too
-(`draw`), in benchmarks/staleness.svg and benchmarks/staleness_half.svg.
+(`draw`), in benchmarks/staleness.svg.
 """
 
 import concurrent.futures
@@ -34,18 +32,13 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.telemetry.charts import Series
 
 PAGE = Path(__file__).with_suffix(".md")
-# Tables of the page, and the pictures of their curves.
-PICTURES = {
-    "table": PAGE.with_suffix(".svg"),
-    "table of half the rate": PAGE.with_name("staleness_half.svg"),
-}
 LETTERS = "abcdefgh"
 LAGS = (0, 1, 4, 8, 16)
 # Names of the losses, and config.train.correction.
 LOSSES = {"naive": "none", "decoupled": "truncated"}
 POINTS = 10
 # Of each cell, and runs at once.
-SEEDS, JOBS, STEPS = 5, 2, 120
+SEEDS, JOBS, STEPS = 5, 2, 240
 SETTINGS: dict[str, Any] = {
     "env": {"name": "benchmarks.staleness:Answers"},
     "algorithm": "reinforce",
@@ -71,7 +64,7 @@ SETTINGS: dict[str, Any] = {
     },
     "devices": {"platform": "cpu", "num_cpu_devices": 2, "num_rollout": 1},
     "selector": {"table": "model", "rollout_meshes": ("data=1",), "train_meshes": ("data=1",)},
-    "train": {"learning_rate": 1.5e-3, "epochs": 4},
+    "train": {"learning_rate": 4e-4, "epochs": 4, "entropy_coefficient": 0.02},
     "eval": {"every_steps": 10_000, "games": 2, "final_games": 2},
     "checkpoint": {"every_steps": 10_000},
     "log": {"trajectories_every_steps": 10_000},
@@ -106,13 +99,12 @@ class Answers:
         return StepResult(text=text, reward=reward, done=False, choices=tuple(LETTERS))
 
 
-def settings_of(loss: str, lag: int, half: bool, seed: int) -> dict[str, Any]:
-    """Returns the settings of a run; with `half` the rate, and twice the steps."""
-    train = {**SETTINGS["train"], "correction": LOSSES[loss]}
-    train["learning_rate"] /= 1 + half
+def settings_of(loss: str, lag: int, rate: float, steps: int, seed: int) -> dict[str, Any]:
+    """Returns the settings of a run with this learning rate and so many steps."""
+    train = {**SETTINGS["train"], "correction": LOSSES[loss], "learning_rate": rate}
     return {
         **SETTINGS,
-        "num_steps": STEPS * (1 + half),
+        "num_steps": steps,
         "seed": seed,
         "train": train,
         "asynchrony": {"max_staleness": lag},
@@ -199,26 +191,25 @@ def curves_of(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def draw() -> None:
-    """Draws the curves of both tables of the page."""
-    for name, picture in PICTURES.items():
-        picture.write_text(curves_of(read_table(PAGE, name)))
+    """Draws the curves of the page's table."""
+    PAGE.with_suffix(".svg").write_text(curves_of(read_table(PAGE, "table")))
 
 
 def main() -> None:
     """Runs all cells and prints the table."""
     parser, rows = parser_of(__doc__), []
-    parser.add_argument("--half", action="store_true", help="the rate, and twice the steps")
+    parser.add_argument("--rate", type=float, default=SETTINGS["train"]["learning_rate"])
+    parser.add_argument("--steps", type=int, default=STEPS)
     flags = parser.parse_args()
     cells = {
-        (loss, lag): functools.partial(settings_of, loss, lag, flags.half)
+        (loss, lag): functools.partial(settings_of, loss, lag, flags.rate, flags.steps)
         for lag in LAGS
         for loss in LOSSES
     }
     for (loss, lag), runs in play_cells(cells):
         rows.append(summary(loss, lag, runs))
         print(json.dumps(rows[-1]), flush=True)
-    name = "table of half the rate" if flags.half else "table"
-    show(table(rows), PAGE, write=flags.write, name=name)
+    show(table(rows), PAGE, write=flags.write)
     if flags.write:
         draw()
 
