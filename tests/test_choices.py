@@ -28,7 +28,7 @@ from earl_jax.engine.choices import (
 )
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.sampling import SamplingRows, draw, sample, sampling_rows
-from earl_jax.envs.environment import Start
+from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.run.build import build_run
 from earl_jax.serving.requests import RequestError, RequestOptions, allow
@@ -62,6 +62,10 @@ def test_the_tree_of_three_replies_by_hand():
     check_choices(REPLIES, 6)
     with pytest.raises(ValueError, match="6 branches; the engine takes 5"):
         check_choices(REPLIES, 5)
+    check_choices(REPLIES, 6, 2)
+    check_choices((), 0, 1)
+    with pytest.raises(ValueError, match="one of 2 tokens; rows of experience hold 1"):
+        check_choices(REPLIES, 6, 1)
 
 
 def test_the_tokens_that_each_one_was_chosen_among_by_hand():
@@ -419,6 +423,30 @@ def test_tokens_that_are_none_end_their_own_episode(pool):
     for trajectory in rollout.trajectories:
         assert (trajectory.stop_reason == "unencodable") == (trajectory.episode % 2 == 1)
     assert "allowed_token_ids hold 320; ids go from 0 to 319" in rollout.trajectories[1].detail
+
+
+class Wide:
+    """Allows four digits at first, of which `all_choices` would name none."""
+
+    def start(self):
+        return Start(text="go.", role="x", choices=("1", "2", "3", "4"))
+
+    def step(self, reply: str):
+        return StepResult(reward=1.0, done=True, stop_reason="win")
+
+
+def test_replies_that_go_on_in_more_ways_than_rows_hold_end_their_own_episode(pool):
+    """Cut off, a token would be scored among others than it was chosen from."""
+    rollout = collect(
+        pool,
+        tasks(8),
+        lambda task: (Words([]), Wide())[task.episode % 2],
+        player=engine_for(BRANCHES, choice_width=3),
+    )
+    check_rows(rollout, 8)
+    for trajectory in rollout.trajectories:
+        assert (trajectory.stop_reason == "unencodable") == (trajectory.episode % 2 == 1)
+    assert "go on with one of 4 tokens" in rollout.trajectories[1].detail
 
 
 @pytest.mark.parametrize("ratio", ["behaviour", pytest.param("model", marks=SLOW)])

@@ -72,13 +72,22 @@ def choice_width(replies: tuple[tuple[int, ...], ...]) -> int:
     return len({token for reply in replies for token in reply})
 
 
-def check_choices(replies: tuple[tuple[int, ...], ...], most: int) -> None:
-    """Raises ValueError unless the tree of these replies has at most so many branches."""
-    branches = len(choice_tree(replies)[0])
-    if branches > most:
+def check_choices(replies: tuple[tuple[int, ...], ...], most: int, width: int = 0) -> None:
+    """Raises ValueError unless the tree of these replies has at most `most` branches.
+
+    And from each node at most `width`, if that is not 0.
+    """
+    parents, _ = choice_tree(replies)
+    if len(parents) > most:
         raise InputError(
-            f"the replies that the environment allows make a tree of {branches} branches; the "
+            f"the replies that the environment allows make a tree of {len(parents)} branches; the "
             f"engine takes {most} (SlotRules.choice_branches)"
+        )
+    widest = int(np.bincount(parents).max(initial=0))
+    if width and widest > width:
+        raise InputError(
+            f"the replies that the environment allows go on with one of {widest} tokens; rows of "
+            f"experience hold {width} (SlotRules.choice_width), those of its all_choices()"
         )
 
 

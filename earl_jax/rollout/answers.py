@@ -233,10 +233,10 @@ def _rendered(
         if not conversation.may_fit(answer.content, episode.most_message_tokens):
             return answer
         choices = conversation.choices(result.choices)
-        check_choices(choices, config.rules.choice_branches)
+        branches, width = config.rules.choice_branches, config.rules.choice_width
+        check_choices(choices, branches, width)
         allowed = conversation.allowed(result.allowed_token_ids)
-        most = config.rules.choice_width or config.rules.choice_branches
-        check_allowed(allowed, most, config.vocab_size)
+        check_allowed(allowed, width or branches, config.vocab_size)
         observation = render(answer.content)
         if result.call is not None:
             conversation = answer.conversation or conversation
