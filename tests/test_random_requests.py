@@ -30,6 +30,7 @@ from tests.support.contexts import trainer_params
 from tests.support.episodes import (
     WINDOWED,
     check_nothing_is_held,
+    check_row,
     engine,
     open_service,
     renderer,
@@ -39,6 +40,8 @@ from tests.support.forward import row_logits
 
 MODEL = dataclasses.replace(WINDOWED, attention_sinks=True)
 SLOTS, LONGEST, BRANCHES, NUM_WEIGHTS = 4, 72, 24, 2
+# The nine digits, and the end of turn.
+CHOICE_WIDTH = 10
 MESHES = MeshShape(data=2), MeshShape(context=2)
 DIGITS = tokenizer().convert_tokens_to_ids([str(digit) for digit in range(9)])
 SAMPLINGS = (
@@ -53,7 +56,9 @@ SAMPLINGS = (
 @functools.cache
 def player(mesh: MeshShape) -> Engine:
     plain = engine(SLOTS, mesh, draft=2, episodes=SLOTS, model=MODEL)
-    rules = plain.config.rules._replace(truncates=True, choice_branches=BRANCHES)
+    rules = plain.config.rules._replace(
+        truncates=True, choice_branches=BRANCHES, choice_width=CHOICE_WIDTH
+    )
     # Spare rows for two data shards, on either mesh.
     config = dataclasses.replace(plain.config, rules=rules, num_rows=2 * SLOTS)
     return Engine(config, plain.layout)
@@ -114,7 +119,7 @@ def check_reply(task: Task, turn, logits: list[np.ndarray]) -> None:
         logits_V = logits[version % NUM_WEIGHTS][first + place - 1]
         may = may_follow(task.prompt, turn.token_ids[:place])
         expected = drawn_from(logits_V, may, task.sampling or Sampling())
-        plain = drawn_from(logits_V, [*range(320)], Sampling())
+        plain = drawn_from(logits_V, may, Sampling())
         assert turn.logprobs[place] == pytest.approx(expected[token], abs=2e-5)
         assert turn.model_logprobs[place] == pytest.approx(plain[token], abs=2e-5)
 
@@ -161,6 +166,7 @@ class Client:
                 if self.rng.random() < chance:
                     self.counts[name] += bool(getattr(self, name)())
             for each in service.step():
+                check_row(service, each)
                 service.release(each.row)
                 task, turns = self.owner.pop(each.ticket), each.trajectory.turns
                 self.played.append((task, [t for turn in turns for t in turn.token_ids], turns[-1]))

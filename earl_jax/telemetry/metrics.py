@@ -118,8 +118,9 @@ def _step_of(line: bytes) -> int | None:
 def sampling_kl(trajectories: Sequence[Trajectory]) -> float | None:
     """Returns KL(sampling distribution, model) in nats per token, estimated from drawn tokens.
 
-    How far temperature, cuts and allowed replies lead away from the policy that is trained. None
-    where log-probs under the model were not written down.
+    How far temperature and cuts lead away from the policy that is trained; where replies are
+    restricted both are among the allowed tokens. None where log-probs under the model were not
+    written down.
     """
     return mean_gap(map(sampling_gap, trajectories))
 

@@ -271,6 +271,7 @@ def check_row(service: RolloutService, finished) -> None:
     """The device row is the episode, and 0 behind it."""
     experience, turns = service.session.state.experience, finished.trajectory.turns
     expected = np.zeros((4, experience.tokens.shape[1]), np.float32)
+    allowed = np.zeros((len(experience.allowed), experience.tokens.shape[1]), np.int32)
     position, spoken = 0, 0
     for turn in turns:
         here = slice(position, position + len(turn.token_ids))
@@ -279,11 +280,16 @@ def check_row(service: RolloutService, finished) -> None:
             spoken += 1
             expected[1, here], expected[2, here] = spoken, turn.logprobs
             expected[3, here] = turn.versions
+            if len(allowed):
+                given = turn.token_ids, turn.choices, turn.allowed
+                allowed[:, here] = allowed_table(*given, len(allowed)).T
         position = here.stop
     names = ("tokens", "turn_ids", "logprobs", "versions")
     for name, numbers in zip(names, expected, strict=True):
         row = np.asarray(getattr(experience, name))[finished.row]
         np.testing.assert_array_equal(row, numbers, name)
+    for ids, numbers in zip(experience.allowed, allowed, strict=True):
+        np.testing.assert_array_equal(np.asarray(ids)[finished.row], numbers)
 
 
 def check_rows(rollout, num_tasks: int) -> None:
