@@ -458,11 +458,14 @@ def test_the_trainer_scores_masked_moves_among_those_that_were_legal(ratio):
         "rollout": RATIO_RUN["rollout"] | cuts,
         "selector": RATIO_RUN["selector"] | {"train_meshes": ("data=2,fsdp=2,tensor=2",)},
         "train": {"epochs": 2, "ratio": ratio},
+        "algorithm_args": {"kl_coefficient": 0.1},
     }
     record = one_step(build_run(make_config(given)))
     assert {t.stop_reason for t in record.trajectories} <= {"win", "draw", "loss"}
     first = record.updates[0]
     assert first["logprob_mismatch_max"] < 1e-4 and first["clip_fraction"] == 0
+    # The reference has the same weights.
+    assert first["reference_kl"] < 1e-9
     # Behind a legal move nothing is left to choose: the end of turn has no entropy.
     moves = [turn for t in record.trajectories for turn in t.turns if turn.author == "policy"]
     np.testing.assert_allclose([turn.logprobs[1] for turn in moves], 0, atol=1e-5)
