@@ -23,8 +23,8 @@ def rows_of(capsys, monkeypatch):
     # JAX has started, on the same devices.
     monkeypatch.setattr("earl_jax.bench.start_jax", lambda *_: None)
 
-    def rows(stage: str) -> list[dict]:
-        bench_command([stage, *TINY])
+    def rows(stage: str, *flags: str) -> list[dict]:
+        bench_command([stage, *TINY, *flags])
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     return rows
@@ -50,6 +50,17 @@ def test_dispatch_has_experience_and_weights_of_each_pair_of_meshes(rows_of):
     # The weights are cut in eight: each of eight devices lacks seven parts of eight.
     assert ways["weights", "data=1,fsdp=8", "data=8"]["moved MiB"] > 0
     assert all(row["ms"] > 0 for row in rows)
+
+
+def test_dispatch_moves_what_tokens_were_chosen_among(rows_of):
+    """Ten ids a token beside four numbers: the nine moves of Tic-Tac-Toe, and the end of turn."""
+    flags = "--config.env.name=tic_tac_toe", "--config.selector.train_meshes=('data=4,tensor=2',)"
+    moved = []
+    masked = "mask_illegal=True", "illegal_reward=-1.0"
+    for more in ((), tuple(f"--config.env.args.{one}" for one in masked)):
+        (row, *_) = [r for r in rows_of("dispatch", *flags, *more) if r["from"] == "data=8"]
+        moved.append(row["moved MiB"])
+    assert moved[1] == pytest.approx(14 / 4 * moved[0]) and moved[0] > 0
 
 
 def test_switch_moves_the_trainer_and_a_live_rollout(rows_of):

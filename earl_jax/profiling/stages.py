@@ -85,7 +85,9 @@ def dispatch_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of experience to, and of weights from, each training mesh."""
     length, num = run.config.rollout.context_buckets[-1], run.config.rollout.episodes_per_step
     numbers, logprobs = np.zeros((num, length), np.int32), np.zeros((num, length), np.float32)
-    fields = Experience(tokens=numbers, turn_ids=numbers, logprobs=logprobs, versions=numbers)  # pyright: ignore
+    names = {"tokens": numbers, "turn_ids": numbers, "logprobs": logprobs, "versions": numbers}
+    given: Any = names | {"allowed": (numbers,) * run.learner.choice_width}
+    fields = Experience(**given)
     for train_mesh in run.problem.meshes("train", length):
         params = run.learner.policy(run.learner.init_state(train_mesh))
         for rollout_mesh in run.problem.meshes("rollout", length):
