@@ -390,6 +390,8 @@ def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kil
             ]
         if shape.rule != "drop":
             assert sorted(taken) == everything and not run.lost
+        # Tasks come again only in the place of those that were given up.
+        assert max(taken) < len(everything) + len(run.lost)
         events = [read_events(Path(first), player) for player in range(shape.players)]
         for player, own in enumerate(events):
             check_events(own)
@@ -562,6 +564,15 @@ def test_admission_exceeds_the_bound_and_drop_drops_late_groups(tmp_path):
     for rule in ("in_order", "wait"):
         run = driven(tmp_path / rule, rule=rule)
         assert max(run.lags) == 1 and not run.lost
+
+
+def test_tasks_come_again_only_in_the_place_of_those_that_were_given_up(tmp_path):
+    """Groups 0, 4 and 8 of twelve are long, and are dropped; no other one is left out."""
+    for bound in (1, 2):
+        run = driven(tmp_path / str(bound), rule="drop", bound=bound)
+        assert run.lost == [0, 4, 8]
+        taken = sorted(number for step in run.taken for number in step)
+        assert taken == [n for n in range(15) if n not in run.lost]
 
 
 def test_groups_that_nothing_is_learnt_from_are_replaced_up_to_the_bound(tmp_path):

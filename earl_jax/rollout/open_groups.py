@@ -351,10 +351,8 @@ class OpenGroups:
     def _admit(self, num_taken: int) -> None:
         """Submits as many groups as may be open now; those that the step has taken count still."""
         assert self._next is not None, "a service was opened"
-        num_steps = self._settings.batches
-        if self._settings.rule != "drop":
-            # All groups are trained on, so that the steps that are left need no more.
-            num_steps = min(num_steps, self._tasks.num_steps - self.version)
+        # The steps that are left need no more; where groups are dropped, as many others follow.
+        num_steps = min(self._settings.batches, self._tasks.num_steps - self.version)
         more = num_steps * self.size - len(self._groups) - num_taken
         if more > 0:
             old, self._waiting = self._waiting[:more], self._waiting[more:]
