@@ -178,7 +178,13 @@ class DrawnTasks:
         return self._drawn[step]
 
     def forget_before(self, step: int) -> dict[str, Any] | None:
-        """Forgets older steps. Returns the source's state before this one's tasks, if any."""
+        """Forgets older steps. Returns the source's state before this one's tasks.
+
+        None where that is the state that it has now, or it has none.
+        """
+        if self.next_step < step:
+            # Their groups were over when the run went on: the source gives this one's next.
+            self.of_step(step - 1)
         for kept in (self._drawn, self._states):
             for past in [past for past in kept if past < step]:
                 del kept[past]
