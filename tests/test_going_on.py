@@ -512,6 +512,16 @@ def test_a_signal_ends_the_pause_behind_failed_steps(tmp_path, monkeypatch):
     assert final_parameters(tmp_path / "run", 2)
 
 
+@pytest.mark.slow
+def test_a_replay_waits_out_no_pause(tmp_path, monkeypatch):
+    """The second of three steps failed; behind it the run waited."""
+    config = failing(MODEL, first=16, last=32, at_start=True)
+    train(config, tmp_path / "run")
+    monkeypatch.setattr("earl_jax.training.pause_s", lambda steps: pytest.fail("it waits"))
+    train(config, tmp_path / "again", replay=tmp_path / "run")
+    assert_equal(final_parameters(tmp_path / "run", 3), final_parameters(tmp_path / "again", 3))
+
+
 def test_an_environment_that_fails_before_there_is_a_tokenizer_says_so(tmp_path):
     with pytest.raises(RunError, match="failed: OSError: the sandbox is down"):
         train(failing(TINY["model"], first=0, at_start=True), tmp_path / "run")
