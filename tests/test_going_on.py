@@ -25,7 +25,7 @@ from earl_jax.rollout.task import Task
 from earl_jax.run.build import build_run
 from earl_jax.run.saved_position import read_newest
 from earl_jax.run.source import open_source
-from earl_jax.run.step_end import pause_s
+from earl_jax.run.step_end import EpisodesFailed, pause_s
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
@@ -510,6 +510,21 @@ def test_a_signal_ends_the_pause_behind_failed_steps(tmp_path, monkeypatch):
         "stopped by SIGTERM after step 2"
     )
     assert final_parameters(tmp_path / "run", 2)
+
+
+@pytest.mark.slow
+def test_first_steps_that_take_what_failed_at_once_end_no_run(tmp_path, monkeypatch):
+    """Half of 80 episodes fail at their start, and the rule takes those that finish first."""
+    monkeypatch.setattr("earl_jax.training.pause_s", lambda steps: pytest.fail("it waits"))
+    ahead = ("asynchrony.max_staleness=4", "asynchrony.rule=wait", "rollout.num_slots=80")
+    config = failing(MODEL, *ahead, "num_steps=6", first=0, at_start=True, one_in=2)
+    train(config, tmp_path / "run")
+    shares = [row["failed_share"] for row in steps_of(tmp_path / "run")]
+    assert shares[:2] == [1.0, 1.0] and shares[2] < 1 and len(shares) == 6
+    # Where all fail, the bound is the number of steps that it plays ahead.
+    config = failing(MODEL, *ahead, first=0, at_start=True)
+    with pytest.raises(EpisodesFailed, match="every episode of step 5 failed"):
+        train(dataclasses.replace(config, num_steps=6), tmp_path / "broken")
 
 
 @pytest.mark.slow

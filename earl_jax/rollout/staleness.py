@@ -89,6 +89,11 @@ class AsynchronyConfig:
         return self.batches + (self.reuse > 1)
 
     @property
+    def num_ahead(self) -> int:
+        """The most further steps whose episodes a step may take instead of its own."""
+        return 0 if self.rule == "in_order" else self.max_staleness
+
+    @property
     def episode_rules(self) -> list[str | int]:
         """The rules by which open episodes may go on."""
         return [self.rule, self.max_staleness, *([] if self.interrupts else ["finish"])]

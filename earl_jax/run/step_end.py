@@ -24,15 +24,18 @@ class EpisodesFailed(RunError):
         self.position = position
 
 
-def count_failed_steps(failures: Failures, before: Position) -> int:
+def count_failed_steps(failures: Failures, before: Position, num_ahead: int = 0) -> int:
     """Returns in how many steps in a row every episode failed, with the step behind `before`.
 
-    Raises EpisodesFailed if that is each step of the run: somebody has to look at its settings,
-    where a tool that has worked may be away.
+    Where steps take episodes as they finish, of `num_ahead` more steps, the first ones may have all
+    that failed at once, while others are played.
+
+    Raises EpisodesFailed if that is each step of the run, and more than `num_ahead`: somebody has
+    to look at its settings, where a tool that has worked may be away.
     """
     if failures.share < 1:
         return 0
-    if before.failed_steps == before.step:
+    if before.failed_steps == before.step >= num_ahead:
         raise EpisodesFailed(failures, before)
     return before.failed_steps + 1
 
