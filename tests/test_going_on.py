@@ -523,8 +523,16 @@ def test_first_steps_that_take_what_failed_at_once_end_no_run(tmp_path, monkeypa
     assert shares[:2] == [1.0, 1.0] and shares[2] < 1 and len(shares) == 6
     # Where all fail, the bound is the number of steps that it plays ahead.
     config = failing(MODEL, *ahead, first=0, at_start=True)
-    with pytest.raises(EpisodesFailed, match="every episode of step 5 failed"):
-        train(dataclasses.replace(config, num_steps=6), tmp_path / "broken")
+    config = dataclasses.replace(config, num_steps=6)
+    for _ in range(2):
+        with pytest.raises(EpisodesFailed, match="every episode of step 5 failed"):
+            train(config, tmp_path / "broken")
+    # Repaired, it goes on with the same tasks.
+    repaired = property(lambda self: False, lambda self, fails: None)
+    monkeypatch.setattr("tests.test_going_on.Failing.fails", repaired, raising=False)
+    train(config, tmp_path / "broken")
+    shares = [row["failed_share"] for row in steps_of(tmp_path / "broken")]
+    assert shares == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.slow
