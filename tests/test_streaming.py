@@ -123,6 +123,38 @@ def test_a_run_in_parts_learns_what_the_synchronous_run_learns(monkeypatch):
     assert "round" in calls[calls.index("gradients") :]
 
 
+@pytest.mark.slow
+def test_a_part_whose_episodes_all_fail_adds_nothing(monkeypatch):
+    """Half of the groups fail at their start, and are the first part; the update is the same."""
+    results, sent = [], []
+    send = loop_async.send_parts
+    monkeypatch.setattr(
+        loop_async, "send_parts", lambda *args, **kw: sent.append(args) or send(*args, **kw)
+    )
+    for number in (1, 2):
+        run = build_run(config_of(number))
+        failed = [task.args for task in run.tasks.training(0)[:8]]
+
+        def make(make=run.actor.make, failed=failed, **args):
+            if args in failed:
+                raise OSError("the sandbox is down")
+            return make(**args)
+
+        run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, make=make))
+        placement, position = begin(run)
+        player = AsyncPlayer(run, placement) if run.config.asynchrony.is_on else None
+        position, record = rl_step(run, placement, position, player)
+        assert record.metrics()["failed_share"] == 0.5
+        results.append((record.metrics(), jax.device_get(position.state.params)))
+    assert len(sent) == 2, "both parts were sent"
+    (theirs, expected), (ours, params) = results
+    assert ours["policy_tokens"] == theirs["policy_tokens"] > 0
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), params, expected
+    )
+
+
 def test_parts_that_run_out_of_memory_are_added_up_again_on_another_mesh(world, monkeypatch):
     """Parts of unequal sizes make the update of the whole batch: state and metrics."""
     placement, position = begin(world)
