@@ -408,16 +408,15 @@ class Training:
     def _wait_out(self, position: Position, *, is_last: bool) -> None:
         """Waits behind a step in which every episode failed, or until a signal comes.
 
-        Not in a replay, whose episodes fail as they did however long it waits, and not behind the
-        first steps, whose tasks were begun together.
+        Not in a replay, whose episodes fail as they did however long it waits.
         """
         if not position.failed_steps:
             return
         number = position.failed_steps
         steps = "1 step, which" if number == 1 else f"{number} steps in a row, which"
         words = f"step {position.step}: every episode failed in {steps} taught nothing"
-        at_once = is_last or number == position.step or self.placement.events.is_replay
-        seconds = 0 if at_once else pause_s(number)
+        at_once = is_last or self.placement.events.is_replay
+        seconds = 0 if at_once else pause_s(number, self.run.config.asynchrony.batches)
         self.recorder.note(words if is_last else f"{words}; the next begins in {seconds} s")
         for _ in range(seconds):
             self.look_for_a_signal()

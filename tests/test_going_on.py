@@ -477,7 +477,7 @@ def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path,
 def test_an_outage_ends_no_run_that_has_worked(tmp_path, monkeypatch, capsys):
     """All episodes of the steps 2 to 14 fail; the run goes on over a resume, and learns again."""
     behind = []
-    monkeypatch.setattr("earl_jax.training.pause_s", lambda steps: behind.append(steps) or 0)
+    monkeypatch.setattr("earl_jax.training.pause_s", lambda steps, _: behind.append(steps) or 0)
     outage = {"first": 16, "last": 16 * 14, "at_start": True}
     for num_steps in (5, 14, 16):
         config = failing(MODEL, f"num_steps={num_steps}", **outage)
@@ -495,11 +495,13 @@ def test_an_outage_ends_no_run_that_has_worked(tmp_path, monkeypatch, capsys):
 def test_the_pause_behind_failed_steps_doubles_up_to_five_minutes():
     assert [pause_s(number) for number in range(11)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
     assert pause_s(10_000) == 300
+    # The episodes of three steps fail together.
+    assert [pause_s(number, 3) for number in range(10)] == [0, 0, 0, 1, 0, 0, 2, 0, 0, 4]
 
 
 def test_a_signal_ends_the_pause_behind_failed_steps(tmp_path, monkeypatch):
     """The run is saved with the step that failed, and goes on behind it."""
-    monkeypatch.setattr("earl_jax.training.pause_s", lambda steps: 3600)
+    monkeypatch.setattr("earl_jax.training.pause_s", lambda *steps: 3600)
     config = failing(MODEL, first=16, at_start=True)
 
     def stop():
@@ -515,12 +517,14 @@ def test_a_signal_ends_the_pause_behind_failed_steps(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_first_steps_that_take_what_failed_at_once_end_no_run(tmp_path, monkeypatch):
     """Half of 80 episodes fail at their start, and the rule takes those that finish first."""
-    monkeypatch.setattr("earl_jax.training.pause_s", lambda steps: pytest.fail("it waits"))
+    waits = []
+    monkeypatch.setattr("earl_jax.training.pause_s", lambda *n: waits.append(pause_s(*n)) or 0)
     ahead = ("asynchrony.max_staleness=4", "asynchrony.rule=wait", "rollout.num_slots=80")
     config = failing(MODEL, *ahead, "num_steps=6", first=0, at_start=True, one_in=2)
     train(config, tmp_path / "run")
     shares = [row["failed_share"] for row in steps_of(tmp_path / "run")]
     assert shares[:2] == [1.0, 1.0] and shares[2] < 1 and len(shares) == 6
+    assert waits == [0, 0]
     # Where all fail, the bound is the number of steps that it plays ahead.
     config = failing(MODEL, *ahead, first=0, at_start=True)
     config = dataclasses.replace(config, num_steps=6)
@@ -540,7 +544,7 @@ def test_a_replay_waits_out_no_pause(tmp_path, monkeypatch):
     """The second of three steps failed; behind it the run waited."""
     config = failing(MODEL, first=16, last=32, at_start=True)
     train(config, tmp_path / "run")
-    monkeypatch.setattr("earl_jax.training.pause_s", lambda steps: pytest.fail("it waits"))
+    monkeypatch.setattr("earl_jax.training.pause_s", lambda *steps: pytest.fail("it waits"))
     train(config, tmp_path / "again", replay=tmp_path / "run")
     assert_equal(final_parameters(tmp_path / "run", 3), final_parameters(tmp_path / "again", 3))
 

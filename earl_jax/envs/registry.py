@@ -63,8 +63,8 @@ class EnvConfig:
     An episode fails if its environment raises, hangs or says what cannot be encoded; nothing is
     learnt from it. Where all episodes of a run's first step fail, the run ends (of the first
     `max_staleness` + 1 steps, where `config.asynchrony.rule` is another than "in_order"); later it
-    goes on however many fail, and waits behind each step in which all did, for 1 s at first and at
-    most 5 minutes.
+    goes on however many fail, and waits behind each step in which all did (of those that are open
+    at once, behind the last), for 1 s at first and at most 5 minutes.
     """
 
     name: str = "tic_tac_toe"

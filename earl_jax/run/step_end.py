@@ -40,12 +40,15 @@ def count_failed_steps(failures: Failures, before: Position, num_ahead: int = 0)
     return before.failed_steps + 1
 
 
-def pause_s(failed_steps: int) -> int:
+def pause_s(failed_steps: int, batches: int = 1) -> int:
     """Returns how many seconds the next step is waited with, behind so many that failed in a row.
 
     They double from 1 on, to at most MOST_PAUSE_S: an outage of an hour takes 20 steps of the run.
+    Where the episodes of `batches` steps are open at once, these fail together, and there is one
+    pause behind them.
     """
-    return min(2 ** (failed_steps - 1), MOST_PAUSE_S) if failed_steps else 0
+    number, others = divmod(failed_steps, batches)
+    return 0 if others or not number else min(2 ** (number - 1), MOST_PAUSE_S)
 
 
 class StepStopped(Exception):  # noqa: N818 - no error
