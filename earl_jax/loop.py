@@ -105,8 +105,8 @@ def rl_step(
     state, done, update = player.play(position, timer)
     is_streamed = update is not None
     before = dataclasses.replace(position, state=state)
-    failures, num_ahead = failures_of(done.played.outcomes), config.asynchrony.num_ahead
-    failed_steps = count_failed_steps(failures, before, num_ahead)
+    failures, later_steps = failures_of(done.played.outcomes), config.asynchrony.later_steps
+    failed_steps = count_failed_steps(failures, before, later_steps)
     rollout_mesh, max_tokens = str(placement.rollout.mesh), placement.max_tokens
     history = position.history.add(done.load)
     length = run.stages.rollout.max_tokens_for(done.load.context_tokens_max)

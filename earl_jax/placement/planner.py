@@ -169,8 +169,7 @@ def compiler_for(
         mesh = plan.mesh._replace(data=plan.mesh.data // number)
         players = part(devices[: mesh.num_devices])
         slots = plan.num_slots // number
-        # End-of-turn ids take next to no memory. What tokens are chosen among where replies are
-        # restricted is left out: how many they are depends on the run's tokenizer.
+        # Without what restricted replies are chosen among: that depends on the run's tokenizer.
         engine_config = make_engine_config(
             dataclasses.replace(config.rollout.part(number), num_slots=slots),
             model,

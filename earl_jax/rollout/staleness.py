@@ -89,7 +89,7 @@ class AsynchronyConfig:
         return self.batches + (self.reuse > 1)
 
     @property
-    def num_ahead(self) -> int:
+    def later_steps(self) -> int:
         """The most further steps whose episodes a step may take instead of its own."""
         return 0 if self.rule == "in_order" else self.max_staleness
 

@@ -24,18 +24,18 @@ class EpisodesFailed(RunError):
         self.position = position
 
 
-def count_failed_steps(failures: Failures, before: Position, num_ahead: int = 0) -> int:
+def count_failed_steps(failures: Failures, before: Position, later_steps: int = 0) -> int:
     """Returns in how many steps in a row every episode failed, with the step behind `before`.
 
-    Where steps take episodes as they finish, of `num_ahead` more steps, the first ones may have all
-    that failed at once, while others are played.
+    Where steps take episodes as they finish, of `later_steps` more steps, the first ones may have
+    all that failed at once, while others are played.
 
-    Raises EpisodesFailed if that is each step of the run, and more than `num_ahead`: somebody has
+    Raises EpisodesFailed if that is each step of the run, and more than `later_steps`: somebody has
     to look at its settings, where a tool that has worked may be away.
     """
     if failures.share < 1:
         return 0
-    if before.failed_steps == before.step >= num_ahead:
+    if before.failed_steps == before.step >= later_steps:
         raise EpisodesFailed(failures, before)
     return before.failed_steps + 1
 
